@@ -1,0 +1,237 @@
+// The contract of every operation, once. cpu/ and cuda/ implement it; model.cpp and decode.cpp call nothing else.
+//
+// Guarantees that every implementation gives (docs/model.md is normative for the arithmetic):
+//   * Row invariance: what is written for row m depends on row m's inputs alone, bit for bit - not on the number of
+//     rows, on the other rows, on the number of threads, or on eager execution against graph replay.
+//   * Only rows m < *n_rows are written (n_rows lives in the backend's memory, so that a captured graph can be replayed with
+//     another count); max_rows is the static bound that sizes launches.
+//   * Pointers are in the backend's memory (host memory for the CPU). f32, row-major, leading dimensions in elements.
+//   * Nothing is allocated inside an operation; scratch comes from Backend::workspace(), asked for at load time.
+//   * A data-dependent fault (NaN logits, non-finite router score) sets StepState::error and leaves memory valid.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "error.h"
+
+namespace kdtree {
+
+// What a step reads and writes about itself; one per session, in the backend's memory.
+struct StepState {
+  int32_t kv_len;      // committed cache rows = position of the step's row 0
+  int32_t n_rows;      // active rows of the step
+  int32_t bonus;       // chosen by the target, not yet run through it
+  int32_t committed;   // tokens committed since decoding began
+  int32_t limit;       // stop when committed reaches it
+  int32_t done;        // 0 running, 1 limit reached, 2 EOS committed
+  int32_t n_accepted;  // rows accepted by the last accept, the root included
+  int32_t base;        // kv_len before the last accept: where the step's rows stand in the cache
+  int32_t error;       // 0 or the first Fault met
+  int32_t error_row;   // row and detail (layer, expert or token) of that fault
+  int32_t error_detail;
+  int32_t rounds;      // forwards since decoding began
+  int32_t reserved[4];
+};
+static_assert(sizeof(StepState) == 64, "StepState is copied as one 64-byte record");
+
+enum Fault : int32_t {
+  kFaultNone = 0,
+  kFaultRouterNonFinite = 1,  // detail: layer
+  kFaultLogitsNonFinite = 2,  // detail: 0
+  kFaultDraftNonFinite = 3,   // detail: depth
+};
+
+// The rows of a step. All arrays have max_rows entries, path has max_rows * path_stride.
+struct Rows {
+  int32_t* tokens;
+  int32_t* parents;  // row index, lower than the row's own; -1 for row 0
+  int32_t* depths;   // 0 for row 0; a row's position is kv_len + depth
+  int32_t* path;     // path[m*path_stride + d]: the row that is m's ancestor at depth d, d <= depths[m]; the last is m itself
+  int path_stride;
+  int max_rows;
+};
+
+enum class WeightKind : int32_t { kF32 = 0, kInt4 = 1 };
+
+// A matrix [n, k] (out, in); or e such matrices one after the other, for experts.
+struct Weight {
+  WeightKind kind = WeightKind::kF32;
+  const void* data = nullptr;        // f32 [e, n, k], or nibbles u8 [e, n, 16*ceil(k/32)]
+  const uint16_t* scale = nullptr;   // int4: bf16 [e, n, ceil(k/32)]
+  int n = 0, k = 0, e = 1;
+};
+
+enum class Epilogue : int32_t {
+  kStore = 0,     // out = y
+  kResidual = 1,  // out += y
+  kSiluMul = 2,   // two weights of equal shape: out[0] = silu(y0) * y1
+};
+
+// y_i = w_i * x for up to two weights that share the input; the input may be normed on the way.
+struct LinearArgs {
+  const float* x; int ldx;
+  const float* norm_w; float eps;  // norm_w non-null: x is replaced by rms(x, norm_w, eps)
+  Weight w[2]; float* out[2]; int ldo[2]; int parts;  // parts 1 or 2
+  Epilogue epilogue;
+  int max_rows; const int32_t* n_rows;
+};
+
+struct EmbedArgs {  // out[m] = table[tokens[m]]
+  float* out; const float* table; int dim; Rows rows; const int32_t* n_rows;
+};
+
+struct MlaDims { int heads, rank, nope, rope, v; };
+
+// The cache of one layer. Slot s holds the token at position s for s < kv_len; the rows of the current step stand at kv_len + m.
+struct MlaCache { float* latent; float* k_rope; int slots; };  // [slots, rank], [slots, rope]
+
+// From the raw projections to what attention needs: absorbs W_UK into the query, rotates, norms the latent, writes the cache rows.
+struct MlaPrepareArgs {
+  MlaDims dims;
+  const float* q;     // [M, heads*(nope+rope)]
+  const float* kv;    // [M, rank+rope]
+  const float* kv_norm_w; float eps;
+  const float* kv_b;  // [heads*(nope+v), rank]
+  const float* cos_sin;  // [max positions, rope/2, 2]
+  float* q_lat;       // out [M, heads, rank]
+  float* q_rope;      // out [M, heads, rope]
+  MlaCache cache;     // rows kv_len + m are written
+  Rows rows; const StepState* state;
+};
+
+struct MlaAttentionArgs {  // o_lat = softmax(scale * (q_lat.latent + q_rope.k_rope)) . latent over the row's visible keys
+  MlaDims dims; float scale;
+  const float* q_lat; const float* q_rope; MlaCache cache;
+  float* o_lat;  // out [M, heads, rank]
+  int max_keys;  // no row sees more keys than this
+  void* scratch; // attention_scratch(dims, max_rows, max_keys) bytes
+  Rows rows; const StepState* state;
+};
+
+struct MlaValueArgs {  // o[m, h, :] = W_UV[h] o_lat[m, h]
+  MlaDims dims; const float* o_lat; const float* kv_b; float* o; int max_rows; const int32_t* n_rows;
+};
+
+struct RouterArgs {  // logits are the router's linear output
+  const float* logits; const float* bias; int experts, top_k, n_group, topk_group; bool norm_topk; float scaling;
+  int32_t* ids; float* weights;  // out [M, top_k], in the order of choice
+  int layer; int max_rows; StepState* state;
+};
+
+struct MoeArgs {
+  const float* x; int dim;          // residual stream [M, dim]
+  const float* norm_w; float eps;
+  const int32_t* ids; const float* weights; int top_k;
+  Weight gate, up, down;            // e experts
+  Weight shared_gate, shared_up, shared_down;  // n == 0: no shared expert
+  float* act;                       // [M, top_k, gate.n]   silu(gate)*up of every chosen expert
+  float* shared_act;                // [M, shared_gate.n]
+  float* out;                       // [M, dim], += ; may be x itself
+  void* scratch;                    // moe_scratch(...) bytes
+  int max_rows; const int32_t* n_rows;
+};
+
+struct SelectArgs {  // the choice of each row: argmax (temperature 0) or a Gumbel draw keyed by (seed, position, token)
+  const float* logits; int vocab; float temperature; uint64_t seed;
+  int32_t* choice;  // out [M]
+  void* scratch;
+  Rows rows; StepState* state;
+};
+
+struct TreeBuildArgs {
+  const float* draft;  // [draft_rows, vocab]: logits for positions draft_first ...
+  int draft_rows, draft_first, vocab, block_size, budget, eos_id;
+  void* scratch;       // tree_scratch(vocab, block_size, budget) bytes
+  Rows rows;           // out: tokens, parents, depths, path; state->n_rows
+  double* scores;      // out [max_rows], scores[0] = 0
+  StepState* state;
+};
+
+// What the host learns of a round, in one transfer.
+struct RoundOut {
+  int32_t n_accepted, done, bonus, committed, kv_len, n_rows, error, error_row, error_detail, reserved;
+  int32_t tokens[1];  // n_accepted of them; the buffer holds max_rows
+};
+
+struct AcceptArgs {  // walks the tree, advances state (kv_len, committed, bonus, done, base, n_accepted, rounds)
+  Rows rows; const int32_t* choice; int eos_id;
+  int32_t* accepted;  // out [max_rows]: the accepted rows, ascending
+  RoundOut* out; StepState* state;
+};
+
+struct KvCommitArgs {  // cache row base + accepted[j] -> base + j, for every layer
+  const MlaCache* layers; int n_layers; int rank, rope;  // layers: array in host memory, constant for a session's life
+  const int32_t* accepted; int max_rows; void* scratch; const StepState* state;
+};
+
+// dst[(state->committed - state->n_accepted + j + offset)] = src[accepted[j]], rows of `dim` floats: the log of a recorded run.
+struct RecordArgs {
+  float* dst; const float* src; int dim, offset, dst_rows; const int32_t* accepted; int max_rows; const StepState* state;
+};
+
+// Copies the step's tree into a log: entry `state->rounds` (before accept) of int32 [stride]: n_rows, then tokens, parents.
+struct RecordTreeArgs {
+  int32_t* dst; int entries, max_rows; Rows rows; const StepState* state;
+};
+
+struct MemoryInfo { size_t allocated, peak; };
+
+// One device's memory, operations and counters. Not thread-safe; a session owns one.
+class Backend {
+ public:
+  virtual ~Backend() = default;
+  virtual const char* name() const = 0;  // "cpu" or "cuda:0"
+
+  // Memory. alloc: 64-byte aligned, between guard zones; filled with NaN patterns when poisoned, zero otherwise.
+  virtual void* alloc(size_t bytes, const char* what) = 0;
+  virtual void free(void* p) = 0;
+  virtual const void* resident(const void* host, size_t bytes, const char* what) = 0;  // weights: CPU returns host itself
+  virtual void upload(void* dst, const void* host, size_t bytes) = 0;      // ordered with the operations
+  virtual void download(void* host, const void* src, size_t bytes) = 0;    // waits for the operations before it
+  virtual void fill_zero(void* dst, size_t bytes) = 0;
+  virtual MemoryInfo memory() const = 0;
+  virtual std::string broken_guard() = 0;  // name of a buffer whose guard zone was written, or ""
+
+  // Runs body; with graphs on, captures it the first time a key is seen and replays it afterwards.
+  virtual void step(const std::string& key, const std::function<void()>& body) = 0;
+  virtual void set_graphs(bool on) = 0;  // off: always eager
+  virtual void drop_graphs() = 0;
+
+  // Kernel launches by name since the last reset (a replay counts what it launches).
+  virtual std::map<std::string, uint64_t> counters() const = 0;
+  virtual void reset_counters() = 0;
+
+  virtual size_t attention_scratch(const MlaDims&, int max_rows, int max_keys) const = 0;
+  virtual size_t moe_scratch(int max_rows, int top_k, int experts, int inner, int dim) const = 0;
+  virtual size_t select_scratch(int max_rows, int vocab) const = 0;
+  virtual size_t tree_scratch(int vocab, int block_size, int budget) const = 0;
+  virtual size_t commit_scratch(int n_layers, int rank, int rope, int max_rows) const = 0;
+
+  virtual void embed(const EmbedArgs&) = 0;
+  virtual void rms_norm(float* out, const float* x, const float* w, float eps, int dim, int max_rows, const int32_t* n_rows) = 0;
+  virtual void linear(const LinearArgs&) = 0;
+  virtual void mla_prepare(const MlaPrepareArgs&) = 0;
+  virtual void mla_attention(const MlaAttentionArgs&) = 0;
+  virtual void mla_value(const MlaValueArgs&) = 0;
+  virtual void router(const RouterArgs&) = 0;
+  virtual void moe(const MoeArgs&) = 0;
+  virtual void select(const SelectArgs&) = 0;
+  virtual void tree_root(const Rows&, StepState*) = 0;  // one row: the bonus at kv_len
+  virtual void tree_build(const TreeBuildArgs&) = 0;
+  virtual void accept(const AcceptArgs&) = 0;
+  virtual void kv_commit(const KvCommitArgs&) = 0;
+  virtual void record(const RecordArgs&) = 0;
+  virtual void record_tree(const RecordTreeArgs&) = 0;
+};
+
+std::unique_ptr<Backend> make_cpu_backend(int threads, bool poison);
+#ifdef KDTREE_CUDA
+std::unique_ptr<Backend> make_cuda_backend(int device, bool poison);
+#endif
+
+}  // namespace kdtree
