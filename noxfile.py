@@ -1,0 +1,117 @@
+"""Sessions: each prepares an environment and calls pytest or the ``kdtree`` command. ``nox -l`` lists them.
+
+A torch that the base interpreter can import is used as it is (GPU boxes have one); otherwise one is installed.
+``nox --no-venv`` installs nothing and uses the interpreter that runs nox.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+from pathlib import Path
+
+import nox
+
+TORCH = "torch==2.13.0"  # what is installed where no torch is importable; any torch >= 2.11 serves
+HAS_TORCH = importlib.util.find_spec("torch") is not None
+
+nox.needs_version = ">=2024.4.15"
+nox.options.sessions = ["test"]
+nox.options.reuse_existing_virtualenvs = True
+nox.options.error_on_external_run = False
+
+PROJECT = nox.project.load_toml("pyproject.toml")["project"]
+VENV = {"venv_params": ["--system-site-packages"] if HAS_TORCH else []}
+
+
+def install(session: nox.Session, *extras: str, torch: bool = True) -> None:
+    """Install the project's dependencies and ``extras``, unless this environment already got exactly them."""
+    session.env.update({"PYTHONPATH": os.getcwd(), "PIP_DISABLE_PIP_VERSION_CHECK": "1"})
+    if session.virtualenv.venv_backend == "none":
+        return
+    wanted = [*PROJECT["dependencies"]]
+    for extra in extras:
+        wanted += PROJECT["optional-dependencies"][extra]
+    if torch and not HAS_TORCH:
+        wanted.append(TORCH)
+    stamp = Path(session.virtualenv.location) / "kdtree-installed"
+    digest = hashlib.sha256("\n".join(wanted).encode()).hexdigest()
+    if stamp.is_file() and stamp.read_text() == digest:
+        return
+    session.install(*wanted)
+    stamp.write_text(digest)
+
+
+@nox.session(**VENV)
+def test(session: nox.Session) -> None:
+    """Build, bundles, the whole matrix and every other test; arguments go to pytest."""
+    install(session, "test", "remote")
+    workers = [] if any(a.startswith("-n") for a in session.posargs) else ["-n", "auto"]
+    session.run("python", "-m", "pytest", *workers, *session.posargs)
+
+
+@nox.session(**VENV)
+def demo(session: nox.Session) -> None:
+    """AR beside DDTree on one model: tokens, match, forwards, acceptance, times."""
+    install(session, "test")
+    session.run("python", "-m", "harness", "demo", *session.posargs)
+
+
+@nox.session(**VENV)
+def remote(session: nox.Session) -> None:
+    """The matrix on hosts of hosts.yaml: ``nox -s remote -- ct200``."""
+    install(session, "test", "remote")
+    session.run("python", "-m", "harness", "remote", *session.posargs)
+
+
+@nox.session(**VENV)
+def mutants(session: nox.Session) -> None:
+    """Plant every fault of the catalogue in the engine and report the share that the matrix caught."""
+    install(session, "test")
+    session.run("python", "-m", "harness", "mutants", *session.posargs)
+
+
+@nox.session(**VENV)
+def bench(session: nox.Session) -> None:
+    """Speed of this machine's engines: times, bytes, shares of the ceilings, peers."""
+    install(session, "test")
+    session.run("python", "-m", "harness", "bench", *session.posargs)
+
+
+@nox.session(**VENV)
+def oracles(session: nox.Session) -> None:
+    """The importer, the reference and the engine against transformers and compressed-tensors."""
+    install(session, "test", "oracles")
+    workers = [] if any(a.startswith("-n") for a in session.posargs) else ["-n", "auto"]
+    session.run("python", "-m", "pytest", "tests/oracles", *workers, *session.posargs)
+
+
+@nox.session(venv_params=[])
+def reproduce(session: nox.Session) -> None:
+    """The bundles' hashes under other CPU features, thread counts, NumPy and Python versions."""
+    install(session, torch=False)
+    session.run("python", "-m", "harness.reproduce", *session.posargs)
+
+
+@nox.session(**VENV)
+def fuzz(session: nox.Session) -> None:
+    """The C++ KDTR reader under a coverage-guided fuzzer with sanitizers: ``nox -s fuzz -- --seconds 600``."""
+    install(session, "test")
+    session.run("python", "-m", "tests.fuzz.run", *session.posargs)
+
+
+@nox.session(**VENV)
+def nvcc(session: nox.Session) -> None:
+    """Compile every CUDA source for Hopper and Blackwell without a GPU; registers and spills per kernel."""
+    install(session, "test")
+    session.run("python", "-m", "harness.nvcc", *session.posargs)
+
+
+@nox.session(venv_params=[])
+def lint(session: nox.Session) -> None:
+    """Format, lint and type checks."""
+    install(session, "lint", "test", "remote", torch=False)
+    session.run("ruff", "format", "--check", ".")
+    session.run("ruff", "check", ".")
+    session.run("mypy")
