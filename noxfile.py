@@ -52,6 +52,13 @@ def test(session: nox.Session) -> None:
 
 
 @nox.session(**VENV)
+def gate(session: nox.Session) -> None:
+    """Exit 0 only if the newest ledger (or the one named) is complete, green and made from this checkout."""
+    install(session, "test")
+    session.run("python", "-m", "harness", "gate", *(session.posargs or ["reports/latest/ledger.json"]))
+
+
+@nox.session(**VENV)
 def demo(session: nox.Session) -> None:
     """AR beside DDTree on one model: tokens, match, forwards, acceptance, times."""
     install(session, "test")
