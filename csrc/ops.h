@@ -6,7 +6,10 @@
 //   * Only rows m < *n_rows are written (n_rows lives in the backend's memory, so that a captured graph can be replayed with
 //     another count); max_rows is the static bound that sizes launches.
 //   * Pointers are in the backend's memory (host memory for the CPU). f32, row-major, leading dimensions in elements.
-//   * Nothing is allocated inside an operation; scratch comes from Backend::workspace(), asked for at load time.
+//   * Nothing is allocated inside an operation; scratch is handed in, its size asked for at load time (*_scratch). Operations
+//     run one after the other, so all of them may be given the same scratch; nothing in it survives an operation.
+//   * What changes from request to request (draft position, seed, limit) is read from StepState, so that a captured graph stays
+//     valid; everything else in an argument struct is constant for the key given to Backend::step.
 //   * A data-dependent fault (NaN logits, non-finite router score) sets StepState::error and leaves memory valid.
 #pragma once
 #include <cstddef>
@@ -35,7 +38,10 @@ struct StepState {
   int32_t error_row;   // row and detail (layer, expert or token) of that fault
   int32_t error_detail;
   int32_t rounds;      // forwards since decoding began
-  int32_t reserved[4];
+  int32_t draft_first; // position drafted by row 0 of the draft table
+  int32_t draft_rows;  // rows of the draft table
+  uint32_t seed_lo;    // of sampling
+  uint32_t seed_hi;
 };
 static_assert(sizeof(StepState) == 64, "StepState is copied as one 64-byte record");
 
@@ -78,6 +84,7 @@ struct LinearArgs {
   const float* norm_w; float eps;  // norm_w non-null: x is replaced by rms(x, norm_w, eps)
   Weight w[2]; float* out[2]; int ldo[2]; int parts;  // parts 1 or 2
   Epilogue epilogue;
+  void* scratch;  // linear_scratch(sum of n, k, max_rows) bytes
   int max_rows; const int32_t* n_rows;
 };
 
@@ -136,16 +143,18 @@ struct MoeArgs {
   int max_rows; const int32_t* n_rows;
 };
 
-struct SelectArgs {  // the choice of each row: argmax (temperature 0) or a Gumbel draw keyed by (seed, position, token)
-  const float* logits; int vocab; float temperature; uint64_t seed;
+// The choice of each row: argmax (temperature 0) or a Gumbel draw keyed by (state's seed, position, token). A NaN or an
+// infinity among a row's logits is kFaultLogitsNonFinite, its choice then 0.
+struct SelectArgs {
+  const float* logits; int vocab; float temperature;
   int32_t* choice;  // out [M]
   void* scratch;
   Rows rows; StepState* state;
 };
 
 struct TreeBuildArgs {
-  const float* draft;  // [draft_rows, vocab]: logits for positions draft_first ...
-  int draft_rows, draft_first, vocab, block_size, budget, eos_id;
+  const float* draft;  // [state->draft_rows, vocab]: logits for positions state->draft_first ...
+  int vocab, block_size, budget, eos_id;
   void* scratch;       // tree_scratch(vocab, block_size, budget) bytes
   Rows rows;           // out: tokens, parents, depths, path; state->n_rows
   double* scores;      // out [max_rows], scores[0] = 0
@@ -158,7 +167,9 @@ struct RoundOut {
   int32_t tokens[1];  // n_accepted of them; the buffer holds max_rows
 };
 
-struct AcceptArgs {  // walks the tree, advances state (kv_len, committed, bonus, done, base, n_accepted, rounds)
+// Walks the tree, advances state (kv_len, committed, bonus, done, base, n_accepted, rounds), fills out. With state->error set
+// it accepts nothing (n_accepted 0, nothing advances) and reports the error.
+struct AcceptArgs {
   Rows rows; const int32_t* choice; int eos_id;
   int32_t* accepted;  // out [max_rows]: the accepted rows, ascending
   RoundOut* out; StepState* state;
@@ -174,9 +185,10 @@ struct RecordArgs {
   float* dst; const float* src; int dim, offset, dst_rows; const int32_t* accepted; int max_rows; const StepState* state;
 };
 
-// Copies the step's tree into a log: entry `state->rounds` (before accept) of int32 [stride]: n_rows, then tokens, parents.
+// Copies the round's tree into a log, after accept: entry state->rounds - 1 of int32 [2 + 3*max_rows]: n_rows, n_accepted, then
+// tokens, parents and accepted rows with max_rows places each, the unused ones -1. Entries >= `entries` are dropped.
 struct RecordTreeArgs {
-  int32_t* dst; int entries, max_rows; Rows rows; const StepState* state;
+  int32_t* dst; int entries, max_rows; Rows rows; const int32_t* accepted; const StepState* state;
 };
 
 struct MemoryInfo { size_t allocated, peak; };
@@ -202,10 +214,13 @@ class Backend {
   virtual void set_graphs(bool on) = 0;  // off: always eager
   virtual void drop_graphs() = 0;
 
-  // Kernel launches by name since the last reset (a replay counts what it launches).
+  // Kernel launches by name since the last reset (a replay counts what it launches). Every backend has these names and may have
+  // more: embed, linear_f32, linear_int4, mla_prepare, mla_attention, mla_value, router, experts_f32, experts_int4 (a moe() call
+  // counts one of the two by the kernel that ran), select, tree_root, tree_build, accept, kv_commit, record, record_tree.
   virtual std::map<std::string, uint64_t> counters() const = 0;
   virtual void reset_counters() = 0;
 
+  virtual size_t linear_scratch(int n, int k, int max_rows) const = 0;
   virtual size_t attention_scratch(const MlaDims&, int max_rows, int max_keys) const = 0;
   virtual size_t moe_scratch(int max_rows, int top_k, int experts, int inner, int dim) const = 0;
   virtual size_t select_scratch(int max_rows, int vocab) const = 0;
