@@ -135,7 +135,7 @@ class Session(Protocol):
         """Commit one token; logits [V] after it."""
 
     def verify(self, tokens: Sequence[int], parents: Sequence[int]) -> F32:
-        """Run a tree (row 0 the root, ``parents[0] == -1``, parents before children); logits [M, V]. Commits nothing."""
+        """Run a tree (row 0 the root, ``parents[0] == -1``, parents before children); logits [M, V]. Commits none."""
 
     def commit(self, path: Sequence[int]) -> None:
         """Commit rows of the last verify: ascending, starting with 0, each the child of the one before."""
@@ -152,8 +152,8 @@ class Session(Protocol):
     def taps(self, tokens: Sequence[int], *, operations: bool = False) -> Mapping[str, F32]:
         """Reset, prefill ``tokens`` and return named intermediate rows.
 
-        Always ``embed`` [n, D], ``layers.I.out`` [n, D] and ``logits`` [n, V]; with ``operations`` also, for every layer,
-        the names of ``OPERATION_TAPS`` that it has.
+        Always ``embed`` [n, D], ``layers.I.out`` [n, D] and ``logits`` [n, V]; with ``operations`` also, for every
+        layer, the names of ``OPERATION_TAPS`` that it has.
         """
 
     def counters(self) -> Mapping[str, int]:
@@ -207,7 +207,7 @@ class Engine(Protocol):
         """Open a KDTR file in precision ``fp32`` or ``int4``; ``context`` defaults to the model's ``max_context``."""
 
     def kernels(self, precision: str, moe: bool) -> frozenset[str]:
-        """Counter names that must be above zero after a decode in this precision (empty: the engine has no counters)."""
+        """Counter names that must be above zero after a decode in this precision (empty: it counts none)."""
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,204 @@
+"""The record of a run on disk: one file per cell while it runs, one ledger at its end, shards merged into one.
+
+``docs/ledger.md`` describes the format. Guarantees: a ledger is written whole or not at all; what is read back was
+checked field by field and against its checksum; a cell is recorded at most once; an expected cell that nobody
+recorded is ``NOT_RUN``.
+"""
+
+from __future__ import annotations
+
+import secrets
+import shutil
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from datetime import datetime, timezone
+from pathlib import Path
+
+from harness.cells import (
+    FAILED,
+    INCOMPLETE,
+    INFRASTRUCTURE,
+    PASSED,
+    SCHEMA,
+    BadRound,
+    Cell,
+    Check,
+    Divergence,
+    Ledger,
+    Tree,
+    Verdict,
+    exit_status,
+    judge,
+)
+from harness.files import point, write_atomic
+from harness.ledger_format import LedgerError, cell_bytes, ledger_bytes, parse_cell, parse_ledger
+
+__all__ = [
+    "CELLS_FOLDER",
+    "FAILED",
+    "INCOMPLETE",
+    "INFRASTRUCTURE",
+    "LATEST",
+    "LEDGER_FILE",
+    "PASSED",
+    "SCHEMA",
+    "BadRound",
+    "Cell",
+    "Check",
+    "Divergence",
+    "Ledger",
+    "LedgerError",
+    "Tree",
+    "Verdict",
+    "collect",
+    "complete",
+    "exit_status",
+    "judge",
+    "merge",
+    "new_run_id",
+    "read",
+    "record",
+    "summary",
+    "timestamp",
+    "write",
+]
+
+LEDGER_FILE = "ledger.json"
+CELLS_FOLDER = "cells"
+LATEST = "latest"
+
+
+def timestamp() -> str:
+    """UTC to the second, ISO 8601."""
+    return datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def new_run_id() -> str:
+    """Sorts by time; unique between runs that start in the same second."""
+    return f"{datetime.now(timezone.utc):%Y%m%dT%H%M%SZ}-{secrets.token_hex(3)}"
+
+
+def summary(ledger: Ledger) -> list[str]:
+    """The lines that end a run."""
+    lines = [f"problem: {problem}" for problem in ledger.problems]
+    counts: Counter[Verdict] = Counter(cell.verdict for cell in ledger.cells if cell.verdict is not Verdict.PASS)
+    rest = "".join(f", {counts[verdict]} {verdict.value}" for verdict in Verdict if counts[verdict])
+    chosen = f" (filter: {ledger.filter})" if ledger.filter else ""
+    lines.append(f"{ledger.passed} of {ledger.wanted} expected cells passed{rest}{chosen}")
+    passing = [cell for cell in ledger.cells if cell.verdict is Verdict.PASS]
+    if passing:
+        worst = max(passing, key=lambda cell: cell.margin)
+        check = max((c for c in worst.checks if c.allowed > 0), key=lambda c: c.margin, default=None)
+        if check:
+            lines.append(
+                f"closest to its bound: {worst.id}, {check.name} {check.value:.3g} of {check.allowed:.3g} allowed "
+                f"({100 * check.margin:.0f} %)"
+            )
+    return lines
+
+
+def complete(ledger: Ledger, cells: Iterable[Cell]) -> Ledger:
+    """``ledger`` with ``cells``, sorted, and NOT_RUN for every expected cell that is not among them.
+
+    Raises LedgerError for a cell that is not expected or occurs twice.
+    """
+    hosts = tuple(ledger.environments) if ledger.per_host else ("",)
+    found: dict[tuple[str, str], Cell] = {}
+    for cell in cells:
+        key = (cell.id, cell.host if ledger.per_host else "")
+        if cell.id not in ledger.expected:
+            raise LedgerError(f"{ledger.run_id}: {cell.id}: recorded but not expected")
+        if key in found:
+            raise LedgerError(f"{ledger.run_id}: {cell.id}: recorded twice ({found[key].host} and {cell.host})")
+        found[key] = cell
+    for key in ((id, host) for id in ledger.expected for host in hosts):
+        found.setdefault(key, Cell(key[0], Verdict.NOT_RUN, detail="no worker recorded this cell", host=key[1]))
+    return replace(ledger, cells=tuple(found[key] for key in sorted(found)))
+
+
+def merge(
+    ledgers: Sequence[Ledger], *, run_id: str, expected: Iterable[str], command: str, per_host: bool = False
+) -> Ledger:
+    """Shards of one run as one ledger, or whole runs of several hosts side by side with ``per_host``.
+
+    A NOT_RUN entry gives way to a real one of the same cell. Raises LedgerError when the shards differ in sources or
+    engine, when two recorded the same cell (on the same host with ``per_host``), or when no shard expected a cell that
+    ``expected`` has.
+    """
+    if not ledgers:
+        raise LedgerError(f"{run_id}: no ledgers to merge")
+    first = ledgers[0]
+    environments: dict[str, Mapping[str, str]] = {}
+    for ledger in ledgers:
+        for name in ("sources", "engine"):
+            if getattr(ledger, name) != getattr(first, name):
+                mine, other = getattr(ledger, name), getattr(first, name)
+                raise LedgerError(f"{ledger.run_id}: {name}: {mine} differs from {other} of {first.run_id}")
+        environments.update(ledger.environments)
+    wanted = tuple(sorted(set(expected)))
+    missing = sorted(set(wanted) - {id for ledger in ledgers for id in ledger.expected})
+    if missing:
+        raise LedgerError(f"{run_id}: {missing[0]}: no merged ledger expected it ({len(missing)} such cells)")
+    merged = Ledger(
+        run_id=run_id,
+        started=min(ledger.started for ledger in ledgers),
+        finished=max(ledger.finished for ledger in ledgers),
+        engine=first.engine,
+        command=command,
+        sources=first.sources,
+        environments=environments,
+        expected=wanted,
+        cells=(),
+        filter=" and ".join(sorted({ledger.filter for ledger in ledgers if ledger.filter})),
+        per_host=per_host,
+        problems=tuple(problem for ledger in ledgers for problem in ledger.problems),
+        notes=tuple(note for ledger in ledgers for note in ledger.notes),
+    )
+    return complete(
+        merged, (cell for ledger in ledgers for cell in ledger.cells if cell.verdict is not Verdict.NOT_RUN)
+    )
+
+
+def write(ledger: Ledger, run_dir: Path) -> Path:
+    """Write ``run_dir/ledger.json``, checked as a reader would, and point ``latest`` beside ``run_dir`` at it.
+
+    The cells' own files go: the ledger has them all.
+    """
+    path = run_dir / LEDGER_FILE
+    data = ledger_bytes(ledger)
+    parse_ledger(data, str(path))
+    write_atomic(path, data)
+    shutil.rmtree(run_dir / CELLS_FOLDER, ignore_errors=True)
+    point(run_dir.parent / LATEST, run_dir.name)
+    return path
+
+
+def read(path: Path) -> Ledger:
+    """The ledger in ``path`` (a file, or a run's folder). Raises LedgerError."""
+    if path.is_dir():
+        path = path / LEDGER_FILE
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise LedgerError(f"{path}: {error.strerror}; a run writes it under reports/<run id>/") from None
+    return parse_ledger(data, str(path))
+
+
+def record(cell: Cell, run_dir: Path) -> None:
+    """Store one cell for the controller to collect. Raises LedgerError if the run has it already."""
+    try:
+        write_atomic(run_dir / CELLS_FOLDER / f"{cell.id}.json", cell_bytes(cell), exclusive=True)
+    except FileExistsError:
+        raise LedgerError(f"{run_dir}: {cell.id}: recorded twice") from None
+
+
+def collect(run_dir: Path) -> list[Cell]:
+    """Every cell recorded under ``run_dir`` so far, by id. Raises LedgerError for a damaged record."""
+    cells = []
+    for path in sorted((run_dir / CELLS_FOLDER).glob("*.json")):
+        cell = parse_cell(path.read_bytes(), str(path))
+        if path.stem != cell.id:
+            raise LedgerError(f"{path}: id: holds {cell.id}")
+        cells.append(cell)
+    return cells

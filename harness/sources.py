@@ -1,0 +1,86 @@
+"""Which sources a run judged: the commit, what differs from it, and hashes that need no git.
+
+The hashes cover paths and contents, sorted by path, so equal trees have equal hashes on every machine. A tree that was
+copied without its ``.git`` carries ``.kdtree-source.json`` (``{"commit": ..., "dirty": [...]}``) in its place.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+SOURCE_FILE = ".kdtree-source.json"
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@dataclass(frozen=True)
+class Sources:
+    """What was judged. Two runs are comparable when all but ``harness`` agree, and mergeable when all agree."""
+
+    commit: str
+    """Full hash, or ``""`` where neither git nor ``.kdtree-source.json`` knows it."""
+    dirty: tuple[str, ...]
+    """Paths that differ from the commit, untracked ones included, sorted."""
+    engine: str
+    """SHA-256 over ``csrc/`` and ``engine/``."""
+    lock: str
+    """SHA-256 of ``refs/bundles.lock``, or ``""`` without one."""
+    harness: str
+    """SHA-256 over ``harness/``, ``refs/`` and ``tests/``."""
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    for path in sorted(folder.rglob("*"), key=lambda p: p.relative_to(folder).as_posix()):
+        parts = path.relative_to(folder).parts
+        if path.is_file() and not any(
+            p.startswith(".") or p == "__pycache__" or p.endswith(".egg-info") for p in parts
+        ):
+            yield path
+
+
+def tree_hash(root: Path, *folders: str) -> str:
+    """SHA-256 over every file below ``folders``; caches and hidden files do not count."""
+    digest = hashlib.sha256()
+    for folder in folders:
+        for path in _files(root / folder):
+            data = path.read_bytes()
+            digest.update(f"{path.relative_to(root).as_posix()}\0{len(data)}\0".encode())
+            digest.update(data)
+    return digest.hexdigest()
+
+
+def _git(root: Path, *arguments: str) -> str | None:
+    try:
+        done = subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, timeout=60, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout if done.returncode == 0 else None
+
+
+def _revision(root: Path) -> tuple[str, tuple[str, ...]]:
+    carried = root / SOURCE_FILE
+    if not (root / ".git").exists() and carried.is_file():
+        content = json.loads(carried.read_text("utf-8"))
+        return str(content["commit"]), tuple(str(path) for path in content["dirty"])
+    commit = _git(root, "rev-parse", "HEAD")
+    status = _git(root, "status", "--porcelain", "-z", "--untracked-files=all", "--no-renames")
+    if commit is None or status is None:
+        return "", ()
+    return commit.strip(), tuple(sorted(entry[3:] for entry in status.split("\0") if entry))
+
+
+def describe(root: Path = ROOT) -> Sources:
+    """The sources as they stand on disk."""
+    commit, dirty = _revision(root)
+    lock = root / "refs" / "bundles.lock"
+    return Sources(
+        commit=commit,
+        dirty=dirty,
+        engine=tree_hash(root, "csrc", "engine"),
+        lock=hashlib.sha256(lock.read_bytes()).hexdigest() if lock.is_file() else "",
+        harness=tree_hash(root, "harness", "refs", "tests"),
+    )
