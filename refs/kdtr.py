@@ -15,7 +15,7 @@ import struct
 import tempfile
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,7 @@ TENSOR_NAME = re.compile(rb"[a-z0-9_.]{1,79}")
 KIND_I64, KIND_F64 = 1, 2
 
 DTYPE_NAMES = {1: "f64", 2: "f32", 3: "bf16", 4: "i32", 5: "i64", 6: "u8"}
+DTYPE_CODES = {name: code for code, name in DTYPE_NAMES.items()}
 _DTYPES = {code: np.dtype(d) for code, d in {1: "<f8", 2: "<f4", 3: "<u2", 4: "<i4", 5: "<i8", 6: "|u1"}.items()}
 _CODES = {"f8": 1, "f4": 2, "u2": 3, "i4": 4, "i8": 5, "u1": 6}
 
@@ -84,26 +85,52 @@ def _align(n: int) -> int:
     return -(-n // ALIGN) * ALIGN
 
 
-def encode(fields: Mapping[str, int | float], tensors: Mapping[str, Array], file: str = "<memory>") -> bytes:
-    """The one valid file for these contents; `KdtrError` if the format cannot hold them."""
-    if len(fields) > MAX_FIELDS:
-        raise KdtrError(file, "header.field_count", f"{len(fields)} fields, at most {MAX_FIELDS}")
+def layout(tensors: Mapping[str, tuple[str, tuple[int, ...]]], field_count: int, file: str) -> list[Entry]:
+    """Where the tensors ``{name: (dtype, shape)}`` stand beside ``field_count`` fields; every ``crc`` is still 0."""
+    if field_count > MAX_FIELDS:
+        raise KdtrError(file, "header.field_count", f"{field_count} fields, at most {MAX_FIELDS}")
     if len(tensors) > MAX_TENSORS:
         raise KdtrError(file, "header.tensor_count", f"{len(tensors)} tensors, at most {MAX_TENSORS}")
-    head = b"".join(_encode_field(name, fields[name], file) for name in sorted(fields))
-    data_offset = _align(HEADER.size + len(head) + TENSOR.size * len(tensors))
-    parts: list[bytes] = []
-    end = data_offset
+    entries: list[Entry] = []
+    end = HEADER.size + FIELD.size * field_count + TENSOR.size * len(tensors)
     for name in sorted(tensors):
-        entry, data = _encode_tensor(name, tensors[name], _align(end), file)
-        parts += [b"\0" * (_align(end) - end), data]
-        end = _align(end) + len(data)
-        head += entry
-    head += b"\0" * (data_offset - HEADER.size - len(head))
-    counts = (len(fields), len(tensors), data_offset)
-    fixed = HEADER.pack(MAGIC, VERSION, ORDER, 0, end, *counts, 0, b"")[:40]
-    crc = zlib.crc32(head, zlib.crc32(fixed))
-    return b"".join([fixed, struct.pack("<I20s", crc, b""), head, *parts])
+        dtype, shape = tensors[name]
+        if not TENSOR_NAME.fullmatch(name.encode("utf-8", "replace")):
+            raise KdtrError(file, f"tensor {name!r}", "a tensor name is 1 to 79 of [a-z0-9_.]")
+        if not 1 <= len(shape) <= 4 or min(shape) < 1:
+            raise KdtrError(file, f"tensor {name!r}", f"shape {shape} is not 1 to 4 dimensions of at least 1")
+        size = math.prod(shape) * _DTYPES[DTYPE_CODES[dtype]].itemsize
+        entries.append(Entry(name, dtype, shape, _align(end), size, 0))
+        end = entries[-1].offset + size
+    return entries
+
+
+def encode_head(fields: Mapping[str, int | float], entries: list[Entry], file: str) -> bytes:
+    """All that precedes the data (header, fields, table, padding) for `layout`'s entries with their CRCs filled in."""
+    lines = [_encode_field(name, fields[name], file) for name in sorted(fields)]
+    for e in entries:
+        shape = e.shape + (0,) * (4 - len(e.shape))
+        code = DTYPE_CODES[e.dtype]
+        lines.append(TENSOR.pack(e.name.encode(), code, len(e.shape), *shape, e.offset, e.size, e.crc, 0))
+    body = b"".join(lines)
+    data_offset = _align(HEADER.size + len(body))
+    body += b"\0" * (data_offset - HEADER.size - len(body))
+    end = entries[-1].offset + entries[-1].size if entries else data_offset
+    fixed = HEADER.pack(MAGIC, VERSION, ORDER, 0, end, len(fields), len(entries), data_offset, 0, b"")[:40]
+    return b"".join([fixed, struct.pack("<I20s", zlib.crc32(body, zlib.crc32(fixed)), b""), body])
+
+
+def encode(fields: Mapping[str, int | float], tensors: Mapping[str, Array], file: str = "<memory>") -> bytes:
+    """The one valid file for these contents; `KdtrError` if the format cannot hold them."""
+    dtypes = {name: (_dtype_name(name, array, file), array.shape) for name, array in tensors.items()}
+    parts: list[bytes] = []
+    entries: list[Entry] = []
+    for e in layout(dtypes, len(fields), file):
+        data = np.ascontiguousarray(tensors[e.name]).astype(_DTYPES[DTYPE_CODES[e.dtype]], copy=False).tobytes()
+        gap = e.offset - entries[-1].offset - entries[-1].size if entries else 0
+        parts += [b"\0" * gap, data]
+        entries.append(replace(e, crc=zlib.crc32(data)))
+    return b"".join([encode_head(fields, entries, file), *parts])
 
 
 def _encode_field(name: str, value: int | float, file: str) -> bytes:
@@ -120,19 +147,11 @@ def _encode_field(name: str, value: int | float, file: str) -> bytes:
     raise KdtrError(file, where, f"{value!r} is neither an integer nor a finite float")
 
 
-def _encode_tensor(name: str, array: Array, offset: int, file: str) -> tuple[bytes, bytes]:
-    where = f"tensor {name!r}"
-    raw = name.encode("utf-8", "replace")
-    if not TENSOR_NAME.fullmatch(raw):
-        raise KdtrError(file, where, "a tensor name is 1 to 79 of [a-z0-9_.]")
+def _dtype_name(name: str, array: Array, file: str) -> str:
     code = _CODES.get(f"{array.dtype.kind}{array.dtype.itemsize}")
     if code is None:
-        raise KdtrError(file, where, f"no type for numpy's {array.dtype}")
-    if not 1 <= array.ndim <= 4 or min(array.shape) < 1:
-        raise KdtrError(file, where, f"shape {array.shape} is not 1 to 4 dimensions of at least 1")
-    data = np.ascontiguousarray(array).astype(_DTYPES[code], copy=False).tobytes()
-    shape = array.shape + (0,) * (4 - array.ndim)
-    return TENSOR.pack(raw, code, array.ndim, *shape, offset, len(data), zlib.crc32(data), 0), data
+        raise KdtrError(file, f"tensor {name!r}", f"no type for numpy's {array.dtype}")
+    return DTYPE_NAMES[code]
 
 
 def write(path: str | os.PathLike[str], fields: Mapping[str, int | float], tensors: Mapping[str, Array]) -> None:
@@ -188,10 +207,9 @@ def parse(data: Buffer, file: str = "<memory>", *, verify: bool = False) -> Kdtr
         raise KdtrError(file, "tensors", "the bytes between the tensor table and the data are not zero")
     if end != len(data):
         raise KdtrError(file, "header.file_size", f"{len(data)}, but the last tensor ends at {end}")
-    codes = {text: code for code, text in DTYPE_NAMES.items()}
     arrays: dict[str, Array] = {}
     for e in entries.values():
-        flat = np.frombuffer(data, _DTYPES[codes[e.dtype]], math.prod(e.shape), e.offset)
+        flat = np.frombuffer(data, _DTYPES[DTYPE_CODES[e.dtype]], math.prod(e.shape), e.offset)
         arrays[e.name] = flat.reshape(e.shape)
     result = Kdtr(file, fields, entries, arrays, len(data))
     if verify:
