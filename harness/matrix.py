@@ -1,0 +1,179 @@
+"""The axes of the validation matrix, its cells' ids, and which of them a run expects.
+
+What must run follows from the axes and from ``refs/configs/*.yaml`` alone, never from what a test runner collected.
+Nothing heavy is imported, so that listing the matrix needs neither torch nor numpy.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from harness.sources import ROOT
+
+CONFIGS = ROOT / "refs" / "configs"
+PRECISIONS = ("fp32", "int4")
+DECODERS = ("ar", "ddtree")
+DEVICES = ("cpu", "cuda")
+
+_NAME = re.compile(r"[a-z0-9_]+")
+_WORD = re.compile(r"\s*([()]|[^\s()]+)")
+
+
+class MatrixError(Exception):
+    """An axis, a config file or a filter is wrong; the message says which and what to do."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """One point of the matrix. ``drafter`` is ``""`` for AR; ``ranks`` counts the devices that share the model."""
+
+    precision: str
+    decoder: str
+    config: str
+    drafter: str
+    device: str
+    ranks: int = 1
+
+    @property
+    def id(self) -> str:
+        """``<precision>-<decoder>-<config>[-<drafter>]-<device>[-x<ranks>]``."""
+        parts = [self.precision, self.decoder, self.config, self.drafter, self.device]
+        return "-".join([*filter(None, parts), *([f"x{self.ranks}"] if self.ranks > 1 else [])])
+
+
+def parse(id: str) -> Point:
+    """The point an id names. Raises MatrixError if it has not the form of one."""
+    parts = id.split("-")
+    ranks = 1
+    if len(parts) > 1 and re.fullmatch(r"x[1-9][0-9]*", parts[-1]):
+        ranks = int(parts.pop()[1:])
+    if len(parts) == 4 and parts[1] == "ar":
+        parts.insert(3, "")
+    if (
+        len(parts) != 5
+        or not all(_NAME.fullmatch(part) for part in parts if part)
+        or (parts[1] == "ar") != (not parts[3])
+    ):
+        raise MatrixError(f"{id!r} is no cell id: <precision>-<decoder>-<config>[-<drafter>]-<device>[-x<ranks>]")
+    return Point(parts[0], parts[1], parts[2], parts[3], parts[4], ranks)
+
+
+def drafters(path: Path) -> tuple[str, ...]:
+    """The ``run.drafters`` of a config file. Raises MatrixError naming the file and the field."""
+    try:
+        content = yaml.safe_load(path.read_text("utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise MatrixError(f"{path}: {error}") from None
+    run = content.get("run") if isinstance(content, Mapping) else None
+    names = run.get("drafters") if isinstance(run, Mapping) else None
+    if not isinstance(names, list) or not all(isinstance(n, str) and _NAME.fullmatch(n) for n in names):
+        raise MatrixError(f"{path}: run.drafters: is {names!r}, not a list of names made of a-z, 0-9 and _")
+    if len(set(names)) != len(names):
+        raise MatrixError(f"{path}: run.drafters: {names} names one twice")
+    return tuple(names)
+
+
+def configs(folder: Path = CONFIGS) -> dict[str, tuple[str, ...]]:
+    """Drafters by config, sorted by name. Raises MatrixError without a single config, or for a broken one."""
+    found = {}
+    for path in sorted(folder.glob("*.yaml")):
+        if not _NAME.fullmatch(path.stem):
+            raise MatrixError(f"{path}: a config's name is made of a-z, 0-9 and _")
+        found[path.stem] = drafters(path)
+    if not found:
+        raise MatrixError(f"{folder}: holds no config (*.yaml)")
+    return found
+
+
+def expected(
+    devices: Sequence[str] = ("cpu",),
+    config_drafters: Mapping[str, Sequence[str]] | None = None,
+    *,
+    precisions: Sequence[str] = PRECISIONS,
+    ranks: Sequence[int] = (1,),
+) -> list[Point]:
+    """Every point of the axes; those that share a bundle and a precision stand together."""
+    if not devices:
+        raise MatrixError("no device to run on: name one with --device")
+    table = configs() if config_drafters is None else config_drafters
+    return [
+        Point(precision, decoder, config, drafter, device, count)
+        for config in table
+        for device in devices
+        for count in ranks
+        for precision in precisions
+        for decoder in DECODERS
+        for drafter in (table[config] if decoder == "ddtree" else ("",))
+    ]
+
+
+def matcher(expression: str) -> Callable[[Iterable[str]], bool]:
+    """The meaning of a ``-k`` expression, that of pytest: words joined by ``and``, ``or``, ``not`` and parentheses.
+
+    A word holds for names of which one contains it, whatever the case. Raises MatrixError for a malformed expression.
+    """
+    words = _WORD.findall(expression)
+    at = 0
+
+    def peek() -> str:
+        return words[at] if at < len(words) else ""
+
+    def take() -> str:
+        nonlocal at
+        at += 1
+        return str(words[at - 1])
+
+    def either() -> Callable[[list[str]], bool]:
+        left = both()
+        while peek() == "or":
+            take()
+            left = (lambda a, b: lambda names: a(names) or b(names))(left, both())
+        return left
+
+    def both() -> Callable[[list[str]], bool]:
+        left = single()
+        while peek() == "and":
+            take()
+            left = (lambda a, b: lambda names: a(names) and b(names))(left, single())
+        return left
+
+    def single() -> Callable[[list[str]], bool]:
+        word = take() if peek() else ""
+        if word == "not":
+            inner = single()
+            return lambda names: not inner(names)
+        if word == "(":
+            inner = either()
+            if (take() if peek() else "") != ")":
+                raise MatrixError(f"-k {expression!r}: a parenthesis is not closed")
+            return inner
+        if word in ("", ")", "and", "or"):
+            raise MatrixError(f"-k {expression!r}: a word is missing")
+        return lambda names: any(word.lower() in name for name in names)
+
+    whole = either()
+    if peek():
+        raise MatrixError(f"-k {expression!r}: {peek()!r} is unexpected")
+    return lambda names: whole([name.lower() for name in names])
+
+
+def select(points: Sequence[Point], expression: str, names: Sequence[str] = ()) -> list[Point]:
+    """The points that ``expression`` chooses: the one whose id it is, otherwise those whose id it matches.
+
+    ``names`` are further names that every point goes by. Raises MatrixError when nothing matches.
+    """
+    exact = [point for point in points if point.id == expression.strip()]
+    if exact:
+        return exact
+    holds = matcher(expression)
+    chosen = [point for point in points if holds([point.id, *names])]
+    if not chosen:
+        raise MatrixError(
+            f"-k {expression!r} matches none of {len(points)} cells; `kdtree matrix --list` shows their ids"
+        )
+    return chosen
