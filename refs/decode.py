@@ -1,0 +1,118 @@
+"""The AR and DDTree loops of docs/model.md, Decoding, over a `Model`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from refs.ddtree import Tree, accept, build, depth_limit
+from refs.elementary import F32, F
+from refs.errors import ContextOverflow, DrafterError, RequestError
+from refs.model import Model
+from refs.sampling import choose
+
+
+@dataclass(frozen=True)
+class Request:
+    """One decode; ``draft is None`` means AR. ``draft[r]`` drafts the token at position ``first + r``."""
+
+    prompt: Sequence[int]
+    max_tokens: int
+    draft: F32 | None = None
+    first: int = 0
+    block_size: int = 1
+    budget: int = 0
+    temperature: float = 0.0
+    seed: int = 0
+
+    def check(self, model: Model) -> None:
+        """`RequestError`, `DrafterError` or `ContextOverflow` unless ``model`` can serve it."""
+        if not self.prompt:
+            raise RequestError("the prompt is empty")
+        if self.max_tokens < 0 or self.budget < 0 or self.block_size < 1 or not 0 <= self.temperature < np.inf:
+            raise RequestError(
+                f"max_tokens {self.max_tokens}, budget {self.budget}, block_size {self.block_size}, temperature "
+                f"{self.temperature}: none may be negative, block_size is at least 1"
+            )
+        if len(self.prompt) + self.max_tokens > model.context:
+            raise ContextOverflow(
+                f"{len(self.prompt)} prompt tokens and {self.max_tokens} more exceed a context of {model.context}"
+            )
+        vocab = model.config.vocab_size
+        if self.draft is not None and (self.draft.ndim != 2 or self.draft.shape[1] != vocab):
+            raise DrafterError(f"draft logits of shape {self.draft.shape}, must be [rows, {vocab}]")
+
+
+@dataclass(frozen=True)
+class Round:
+    """One forward: its tree, the rows it accepted, and the logits of those rows [accepted, V]."""
+
+    tree: Tree
+    accepted: tuple[int, ...]
+    logits: F
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """The committed tokens."""
+        return tuple(self.tree.tokens[row] for row in self.accepted)
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """What a decode gave; ``logits`` [T+1, V]: row 0 after the prompt, row i after the i-th committed token."""
+
+    tokens: tuple[int, ...]
+    stopped: str
+    """``limit`` or ``eos``."""
+    logits: F
+    rounds: tuple[Round, ...]
+
+    @property
+    def forwards(self) -> int:
+        """Forwards after the prefill."""
+        return len(self.rounds)
+
+
+def plan(request: Request, bonus: int, committed: int, eos: int) -> Tree:
+    """The rows of the next forward when ``committed`` tokens are out and ``bonus`` is next."""
+    if request.draft is None or bonus == eos:
+        return build(bonus, np.zeros((0, 1), np.float32), 0)
+    position = len(request.prompt) + committed
+    rows = request.draft.shape[0]
+    depth = depth_limit(request.block_size, request.max_tokens - committed, request.first, rows, position)
+    start = position + 1 - request.first
+    return build(bonus, request.draft[start : start + depth] if depth else request.draft[:0], request.budget)
+
+
+def rounds(model: Model, request: Request) -> Iterator[Round]:
+    """Reset, prefill and decode; one `Round` a forward. The first item has no tree rows accepted: it is the prefill."""
+    request.check(model)
+    model.reset()
+    logits = model.prefill(request.prompt)[-1:]
+    yield Round(Tree((), (), (), ()), (), logits)
+    eos, committed = model.config.eos_id, 0
+    while committed < request.max_tokens:
+        bonus = choose(logits[-1], model.length - 1, request.temperature, request.seed)
+        tree = plan(request, bonus, committed, eos)
+        every = model.verify(tree.tokens, tree.parents)
+        choices = [
+            choose(row, model.length + depth, request.temperature, request.seed)
+            for row, depth in zip(every, tree.depths, strict=True)
+        ]
+        path = accept(tree, choices, eos)
+        model.commit(path)
+        logits = every[list(path)]
+        committed += len(path)
+        yield Round(tree, path, logits)
+        if tree.tokens[path[-1]] == eos:
+            return
+
+
+def decode(model: Model, request: Request) -> Decoded:
+    """Run `rounds` to its end."""
+    first, *rest = rounds(model, request)
+    tokens = tuple(token for r in rest for token in r.tokens)
+    stopped = "eos" if tokens and tokens[-1] == model.config.eos_id else "limit"
+    return Decoded(tokens, stopped, np.concatenate([first.logits, *(r.logits for r in rest)]), tuple(rest))

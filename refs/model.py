@@ -1,0 +1,297 @@
+"""The forward pass of docs/model.md in numpy, in float64 or float32, with a KV cache.
+
+Guarantee: a row's results are the same in every bit whether it is computed alone, in a prefill or in a tree, because
+each sum's order depends on that row alone: matrix products sum over K in a fixed order, and attention adds up its
+keys in logical order in chunks of 64, where a key that is not there counts as an exact zero.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from refs import kdtr
+from refs.config import PRECISIONS, ModelConfig
+from refs.elementary import F, exp
+from refs.errors import ContextOverflow, NonFiniteError, RequestError, TokenError
+from refs.exact import BLOCK, SUMMATIONS, contract, matmul, matmul_chosen, silu, sum_last
+from refs.rope import cos_sin, rotate, softmax_scale
+from refs.router import route
+from refs.weights import Weights
+
+CHUNK = 64
+Index = npt.NDArray[np.int64]
+
+
+class Model:
+    """A model with its cache. ``length`` rows are committed, at positions 0 .. length-1.
+
+    ``dtype`` is the type of all arithmetic and of all results; ``summation`` names an order of `refs.exact`;
+    ``absorbed`` chooses between the two forms of MLA, which agree but for rounding.
+    """
+
+    def __init__(
+        self,
+        fields: Mapping[str, Any],
+        tensors: Mapping[str, npt.NDArray[Any]],
+        precision: str,
+        dtype: type[np.floating[Any]] = np.float64,
+        *,
+        summation: str = "tree",
+        absorbed: bool = True,
+        context: int | None = None,
+        file: str = "<memory>",
+    ) -> None:
+        if precision not in PRECISIONS:
+            raise RequestError(f"precision {precision!r} is none of {', '.join(PRECISIONS)}")
+        self.config = ModelConfig.of(fields, file)
+        self.context = self.config.max_context if context is None else context
+        if not 1 <= self.context <= self.config.max_context:
+            raise RequestError(f"context {self.context} is not in 1..{self.config.max_context}")
+        self.precision, self.absorbed = precision, absorbed
+        self.dtype: np.dtype[np.floating[Any]] = np.dtype(dtype)
+        self._sum = SUMMATIONS[summation]
+        self._w = Weights(self.config, tensors, precision, self.dtype, file)
+        self._scale = softmax_scale(self.config)
+        self._rope = cos_sin(self.config, 0).astype(self.dtype)
+        self._latent = [np.zeros((0, self.config.kv_lora_rank), self.dtype) for _ in range(self.config.num_layers)]
+        self._k_rope = [np.zeros((0, self.config.qk_rope_head_dim), self.dtype) for _ in range(self.config.num_layers)]
+        self._tap: dict[str, F] | None = None
+        self.reset()
+
+    @classmethod
+    def open(
+        cls, path: str | os.PathLike[str], precision: str, dtype: type[np.floating[Any]] = np.float64, **options: Any
+    ) -> Model:
+        """A model from a KDTR file; options as for the constructor. `KdtrError` or a `RefError` names what is wrong."""
+        found = kdtr.read(path)
+        return cls(found.fields, found.tensors, precision, dtype, file=found.file, **options)
+
+    def reset(self) -> None:
+        """Forget all rows."""
+        self.length = 0
+        self._pending: tuple[int, ...] = ()  # parents of the last verify's rows
+
+    def prefill(self, tokens: Sequence[int]) -> F:
+        """Commit ``tokens`` after what is there; logits [n, V] of each."""
+        n = len(tokens)
+        logits = self.verify(tokens, range(-1, n - 1))
+        self.commit(range(n))
+        return logits
+
+    def step(self, token: int) -> F:
+        """Commit one token; logits [V] after it."""
+        row: F = self.prefill([token])[0]
+        return row
+
+    def verify(self, tokens: Sequence[int], parents: Sequence[int]) -> F:
+        """Run a tree (row 0 the root, ``parents[0] == -1``, a parent before its children); logits [M, V].
+
+        Commits nothing.
+        """
+        self._check_rows(tokens, parents)
+        depths: list[int] = []
+        for parent in parents:
+            depths.append(depths[parent] + 1 if parent >= 0 else 0)
+        if self.length + max(depths) >= self.context:
+            raise ContextOverflow(
+                f"a row at position {self.length + max(depths)} does not fit a context of {self.context}"
+            )
+        self._pending = ()  # an error on the way leaves nothing to commit
+        logits = self._forward(np.array(tokens, np.int64), np.array(depths, np.int64), self._keys(parents, depths))
+        self._pending = tuple(parents)
+        return logits
+
+    def commit(self, path: Sequence[int]) -> None:
+        """Commit rows of the last verify: ascending, starting with 0, each the child of the one before."""
+        rows = list(path)
+        if not rows or rows[0] != 0 or any(not 0 <= r < len(self._pending) for r in rows):
+            raise RequestError(f"path {rows} does not start at row 0 of the last verify, or leaves its rows")
+        for before, row in itertools.pairwise(rows):
+            if self._pending[row] != before:
+                raise RequestError(f"path {rows}: row {row} is not a child of row {before}")
+        source = self.length + np.array(rows, np.int64)
+        target = slice(self.length, self.length + len(rows))
+        for cache in (*self._latent, *self._k_rope):
+            cache[target] = cache[source]
+        self.length += len(rows)
+        self._pending = ()
+
+    def cache(self, layer: int) -> tuple[F, F]:
+        """Committed cache rows of a layer: latent [length, R], rotated k_rope [length, P]."""
+        if not 0 <= layer < self.config.num_layers:
+            raise RequestError(f"layer {layer} is not in 0..{self.config.num_layers - 1}")
+        return self._latent[layer][: self.length].copy(), self._k_rope[layer][: self.length].copy()
+
+    def taps(self, tokens: Sequence[int], *, operations: bool = False) -> dict[str, F]:
+        """Reset, prefill ``tokens``; ``embed``, ``layers.I.out``, ``logits`` and, asked for, every operation's rows."""
+        self.reset()
+        self._tap = {}
+        try:
+            logits = self.prefill(tokens)
+            found = self._tap
+        finally:
+            self._tap = None
+        inside = (".mla.", ".mlp.", ".moe.")
+        kept = {k: v for k, v in found.items() if operations or not any(part in k for part in inside)}
+        return kept | {"logits": logits}
+
+    def _check_rows(self, tokens: Sequence[int], parents: Sequence[int]) -> None:
+        if not tokens or len(tokens) != len(parents):
+            raise RequestError(f"{len(tokens)} tokens with {len(parents)} parents: need as many, and at least one")
+        for row, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
+            if not 0 <= token < self.config.vocab_size:
+                raise TokenError(f"token {token} of row {row} is not in 0..{self.config.vocab_size - 1}")
+            if (row == 0 and parent != -1) or (row > 0 and not 0 <= parent < row):
+                raise RequestError(f"parent {parent} of row {row} is not an earlier row")
+
+    def _keys(self, parents: Sequence[int], depths: Sequence[int]) -> Index:
+        """[M, whole chunks]: the cache slots each row sees, in logical order; -1 where there is none."""
+        width = -(-(self.length + max(depths) + 1) // CHUNK) * CHUNK
+        keys = np.full((len(parents), width), -1, np.int64)
+        keys[:, : self.length] = np.arange(self.length)
+        for row, parent in enumerate(parents):
+            if parent >= 0:
+                keys[row] = keys[parent]
+            keys[row, self.length + depths[row]] = self.length + row
+        return keys
+
+    def _reserve(self, slots: int) -> None:
+        have = self._latent[0].shape[0]
+        if slots <= have:
+            return
+        size = max(slots, 2 * have)
+        for caches in (self._latent, self._k_rope):
+            for i, old in enumerate(caches):
+                caches[i] = np.zeros((size, old.shape[1]), self.dtype)
+                caches[i][: self.length] = old[: self.length]
+
+    def _note(self, name: str, value: F) -> None:
+        if self._tap is not None:
+            self._tap[name] = value.reshape(value.shape[0], -1).copy()
+
+    def _rms(self, x: F, name: str, eps: float) -> F:
+        t = self.dtype.type
+        mean = sum_last(x * x, self._sum) / t(x.shape[-1])
+        out: F = x / np.sqrt(mean + t(eps))[:, None] * self._w[name]
+        return out
+
+    def _linear(self, x: F, name: str) -> F:
+        return matmul(x, self._w[name], self._sum)
+
+    def _forward(self, tokens: Index, depths: Index, keys: Index) -> F:
+        c, m = self.config, tokens.size
+        self._reserve(self.length + m)
+        positions = self.length + depths
+        if int(positions.max()) >= self._rope.shape[0]:
+            count = min(self.context, 2 * (int(positions.max()) + 1))
+            self._rope = cos_sin(c, count).astype(self.dtype)
+        x: F = self._w["embed"][tokens]
+        self._note("embed", x)
+        for layer in range(c.num_layers):
+            at = f"layers.{layer}."
+            a = self._rms(x, at + "attn_norm", c.rms_norm_eps)
+            x = x + self._attention(a, layer, positions, keys)
+            self._note(at + "mla.out", x)
+            b = self._rms(x, at + "mlp_norm", c.rms_norm_eps)
+            if c.is_dense(layer):
+                act = silu(self._linear(b, at + "mlp.gate")) * self._linear(b, at + "mlp.up")
+                self._note(at + "mlp.act", act)
+                x = x + self._linear(act, at + "mlp.down")
+            else:
+                x = x + self._experts(b, layer)
+            self._note(at + "out", x)
+        logits = self._linear(self._rms(x, "final_norm", c.rms_norm_eps), "lm_head")
+        if not np.isfinite(logits).all():
+            raise NonFiniteError("a logit is NaN or infinite")
+        return logits
+
+    def _attention(self, a: F, layer: int, positions: Index, keys: Index) -> F:
+        c, m, at = self.config, a.shape[0], f"layers.{layer}."
+        q_a = self._linear(a, at + "attn.q_a")
+        self._note(at + "mla.q_a", q_a)
+        kv = self._linear(a, at + "attn.kv_a")
+        self._note(at + "mla.kv", kv)
+        q = self._linear(self._rms(q_a, at + "attn.q_a_norm", c.inner_norm_eps), at + "attn.q_b")
+        self._note(at + "mla.q", q)
+        q = q.reshape(m, c.num_heads, -1)
+        q_nope, q_rope = q[..., : c.qk_nope_head_dim], q[..., c.qk_nope_head_dim :]
+        table = self._rope[positions]
+        q_rope, k_rope = rotate(q_rope, table), rotate(kv[:, c.kv_lora_rank :], table)
+        latent = self._rms(kv[:, : c.kv_lora_rank], at + "attn.kv_a_norm", c.inner_norm_eps)
+        rows = slice(self.length, self.length + m)
+        self._latent[layer][rows], self._k_rope[layer][rows] = latent, k_rope
+        if self.absorbed:
+            q_lat = contract(np.moveaxis(q_nope, 2, 0)[..., None], self._w[at + "attn.w_uk"][:, None], self._sum)
+            self._note(at + "mla.q_lat", q_lat)
+            o_lat = self._attend(q_lat, q_rope, self._latent[layer], self._latent[layer], layer, keys)
+            self._note(at + "mla.o_lat", o_lat)
+            o = contract(np.moveaxis(o_lat, 2, 0)[..., None], self._w[at + "attn.w_uv"][:, None], self._sum)
+        else:
+            known = np.moveaxis(self._latent[layer][: rows.stop], 1, 0)[:, :, None, None]
+            w_uk = np.moveaxis(self._w[at + "attn.w_uk"], 2, 0).swapaxes(1, 2)  # [R, H, N]
+            k_nope = contract(known, w_uk[:, None], self._sum)
+            v = contract(known, self._w[at + "attn.w_uv"][:, None], self._sum)
+            o = self._attend(q_nope, q_rope, k_nope, v, layer, keys)
+        for name, value in (("q_rope", q_rope), ("latent", latent), ("k_rope", k_rope), ("o", o)):
+            self._note(at + "mla." + name, value)
+        return self._linear(o.reshape(m, -1), at + "attn.o")
+
+    def _attend(self, q: F, q_rope: F, k: F, v: F, layer: int, keys: Index) -> F:
+        """[M, H, width of v]: softmax over the keys. k and v are [slots, width], or [slots, H, width] per head."""
+        m, heads, width = q.shape
+        out = np.empty((m, heads, v.shape[-1]), self.dtype)
+        block = max(1, BLOCK // (heads * max(width, v.shape[-1]) * min(keys.shape[1], CHUNK)))
+        for r in range(0, m, block):
+            there = (keys[r : r + block] >= 0).T[:, :, None]
+            seen = np.maximum(keys[r : r + block], 0).T  # [T, m]; slot 0 stands in for an absent key, with weight 0
+            parts = []
+            for t in range(0, seen.shape[0], CHUNK):
+                slots = seen[t : t + CHUNK]
+                score = self._dot(q[r : r + block], k[slots]) + self._dot(
+                    q_rope[r : r + block], self._k_rope[layer][slots]
+                )
+                parts.append(score * self.dtype.type(self._scale))
+            scores = np.where(there, np.concatenate(parts), self.dtype.type(-np.inf))  # [T, m, H]
+            p = exp(scores - scores.max(axis=0))
+            total = np.zeros(p.shape[1:], self.dtype)
+            acc = np.zeros((*p.shape[1:], v.shape[-1]), self.dtype)
+            for t in range(0, seen.shape[0], CHUNK):
+                part = p[t : t + CHUNK]
+                values = v[seen[t : t + CHUNK]]
+                values = values if values.ndim == 4 else values[:, :, None]
+                acc = acc + self._sum(part[..., None] * values)
+                total = total + self._sum(part.copy())
+            out[r : r + block] = acc / total[..., None]
+        return out
+
+    def _dot(self, q: F, k: F) -> F:
+        """q [m, H, W] with the keys of each row, [t, m, W] or [t, m, H, W] -> [t, m, H]."""
+        k = k if k.ndim == 4 else k[:, :, None]
+        return self._sum(np.ascontiguousarray(np.moveaxis(q, 2, 0))[:, None] * np.moveaxis(k, 3, 0))
+
+    def _experts(self, b: F, layer: int) -> F:
+        c, at, m = self.config, f"layers.{layer}.", b.shape[0]
+        k = c.num_experts_per_tok
+        logits = self._linear(b, at + "router")
+        ids, weights = route(c, logits, self._w[at + "router.bias"], layer, self._sum)
+        for name, value in (("router_logits", logits), ("ids", ids.astype(self.dtype)), ("weights", weights)):
+            self._note(at + "moe." + name, value)
+        chosen, rows = ids.reshape(-1), np.repeat(b, k, axis=0)
+        gate = matmul_chosen(rows, self._w[at + "experts.gate"], chosen, self._sum)
+        act = silu(gate) * matmul_chosen(rows, self._w[at + "experts.up"], chosen, self._sum)
+        self._note(at + "moe.act", act.reshape(m, -1))
+        down = matmul_chosen(act, self._w[at + "experts.down"], chosen, self._sum).reshape(m, k, -1)
+        out = np.zeros_like(b)
+        for j in range(k):
+            out = out + weights[:, j, None] * down[:, j]
+        if c.n_shared_experts:
+            act = silu(self._linear(b, at + "shared.gate")) * self._linear(b, at + "shared.up")
+            self._note(at + "moe.shared_act", act)
+            out = out + self._linear(act, at + "shared.down")
+        return out
