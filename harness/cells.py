@@ -125,6 +125,19 @@ class Cell:
         return max(bounded, key=lambda m: math.inf if math.isnan(m) else m, default=0.0)
 
 
+@dataclass
+class Findings:
+    """What a cell's checks gave, to be put into its record."""
+
+    checks: list[Check] = field(default_factory=list)
+    kernels: dict[str, int] = field(default_factory=dict)
+    times: dict[str, float] = field(default_factory=dict)
+    step_errors: tuple[float, ...] = ()
+    acceptance: tuple[int, ...] = ()
+    divergence: Divergence | None = None
+    bad_round: BadRound | None = None
+
+
 @dataclass(frozen=True)
 class Ledger:
     """A run. ``expected`` is sorted; ``cells`` has each expected id exactly once (once per host when ``per_host``)."""

@@ -38,7 +38,7 @@ def _kind(values: Array) -> npt.NDArray[np.int8]:
     return kinds
 
 
-def shape(name: str, got: Array, want: tuple[int, ...], dtype: type = np.float32) -> Check:
+def shape(name: str, got: Array | None, want: tuple[int, ...], dtype: type = np.float32) -> Check:
     """``got`` is an array of ``dtype`` and of shape ``want``."""
     if not isinstance(got, np.ndarray):
         return exactly(f"{name}.shape", 1, Verdict.FAIL_SHAPE, f"is {type(got).__name__}, not an array")

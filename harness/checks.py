@@ -1,0 +1,140 @@
+"""One cell through the protocol: every check of the design, in the order in which they decide the verdict.
+
+An AR cell decodes, streams, steps and prefills the golden run and compares tokens, logits and taps. A DDTree cell holds
+its rounds against the golden ones and its bits against AR's in the same session: logits of every committed row, the
+cache after compaction, verify at every width, sampling with a seed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from harness.cells import Check, Findings, Verdict
+from harness.compare import bits, exactly
+from harness.golden import Golden
+from harness.golden_checks import against_golden, recorded, rounds, shared, taps
+from harness.protocol import F32, Decoded, DecodeRequest, Engine, Session
+from harness.widths import check_widths
+from refs.sampling import choose
+
+SAMPLING_TEMPERATURE = 0.75  # exact in every float type; flat enough that a drafted token is refused now and then
+
+
+def run_checks(engine: Engine, session: Session, golden: Golden, drafter: str, seed: int) -> Findings:
+    """All checks of one cell; ``drafter`` is ``""`` for AR. Raises what the engine raises."""
+    found = Findings()
+    request = golden.request(drafter)
+    ar, ar_cache = None, []
+    if drafter:
+        ar = session.decode(golden.request())
+        ar_cache = _caches(session, golden)
+    session.reset_counters()
+    decoded = session.decode(request)
+    found.kernels = {name: int(count) for name, count in session.counters().items()}
+    found.times = {"prefill": decoded.prefill_seconds, "decode": decoded.decode_seconds}
+    cache = _caches(session, golden) if drafter else []
+
+    against_golden(found, golden, decoded)
+    if ar is not None:
+        rounds(found, golden.rounds(drafter), decoded)
+        found.checks += _against_ar(decoded, ar, cache, ar_cache)
+    found.checks.append(_counts(decoded, drafter))
+    found.checks += _stream(session, request, decoded)
+    if ar is not None:
+        found.checks += _sampling(session, golden, drafter, seed)
+        found.checks.append(check_widths(session, golden, seed))
+        if not all(check.ok for check in found.checks):
+            taps(found, session, golden)
+    else:
+        found.checks += _draws(session, golden, seed)
+        found.checks += _stepping(session, golden, decoded)
+        found.checks += taps(found, session, golden, decoded)
+    found.checks += _kernels(engine, golden, found.kernels)
+    guard = session.broken_guard()
+    found.checks.append(exactly("guards", int(bool(guard)), Verdict.FAIL_KERNEL, f"written outside of {guard}"))
+    return found
+
+
+def _caches(session: Session, golden: Golden) -> list[tuple[F32, F32]]:
+    layers = (session.cache(layer) for layer in range(golden.field("num_layers")))
+    return [(latent.copy(), k_rope.copy()) for latent, k_rope in layers]
+
+
+def _counts(decoded: Decoded, drafter: str) -> Check:
+    """Forwards, rows committed and tokens tell one story; AR takes one forward a token."""
+    committed = sum(decoded.accepted_per_round)
+    wrong = committed != len(decoded.tokens) or len(decoded.accepted_per_round) != decoded.forwards
+    wrong = wrong or (not drafter and decoded.forwards != len(decoded.tokens))
+    detail = (
+        f"{len(decoded.tokens)} tokens, {decoded.forwards} forwards, {list(decoded.accepted_per_round)} rows committed"
+    )
+    return exactly("counts", int(wrong), Verdict.FAIL_ACCEPTANCE, detail)
+
+
+def _against_ar(
+    decoded: Decoded, ar: Decoded, cache: list[tuple[F32, F32]], ar_cache: list[tuple[F32, F32]]
+) -> list[Check]:
+    """Logits of every committed row, and every layer's cache, are AR's bits."""
+    checks = [bits("ar.logits", recorded(decoded), recorded(ar), "DDTree against AR, [step, token]")]
+    details: list[str] = []
+    for layer, (mine, other) in enumerate(zip(cache, ar_cache, strict=True)):
+        for name, a, b in zip(("latent", "k_rope"), mine, other, strict=True):
+            check = bits("cache", a, b, f"layer {layer}, {name}, [slot, element]")
+            details += [check.detail] if not check.ok else []
+    checks.append(exactly("ar.cache", len(details), Verdict.FAIL_BITWISE, "".join(details[:1])))
+    return checks
+
+
+def _stream(session: Session, request: DecodeRequest, decoded: Decoded) -> list[Check]:
+    streamed = tuple(int(token) for token in session.stream(request))
+    same = shared(streamed, decoded.tokens)
+    wrong = max(len(streamed), len(decoded.tokens)) - same
+    return [exactly("stream", wrong, Verdict.FAIL_TOKENS, f"{list(streamed)} streamed, {list(decoded.tokens)} decoded")]
+
+
+def _sampling(session: Session, golden: Golden, drafter: str, seed: int) -> list[Check]:
+    """With a temperature and one seed, DDTree draws AR's tokens from AR's bits."""
+    changes: dict[str, Any] = {"temperature": SAMPLING_TEMPERATURE, "seed": seed}
+    ar = session.decode(golden.request(**changes))
+    tree = session.decode(golden.request(drafter, **changes))
+    same = shared(tree.tokens, ar.tokens)
+    wrong = max(len(tree.tokens), len(ar.tokens)) - same
+    detail = f"from token {same} on: DDTree {list(tree.tokens[same:])}, AR {list(ar.tokens[same:])}"
+    return [
+        exactly("sampling.tokens", wrong, Verdict.FAIL_BITWISE, detail),
+        bits("sampling.logits", recorded(tree), recorded(ar), "sampled, DDTree against AR, [step, token]"),
+    ]
+
+
+def _draws(session: Session, golden: Golden, seed: int) -> list[Check]:
+    """AR's sampled tokens are those that the reference draws from the engine's own logits."""
+    sampled = session.decode(golden.request(temperature=SAMPLING_TEMPERATURE, seed=seed))
+    last = len(golden.prompt) - 1
+    logits = recorded(sampled)[: len(sampled.tokens)]
+    drawn = tuple(choose(row, last + i, SAMPLING_TEMPERATURE, seed) for i, row in enumerate(logits))
+    same = shared(sampled.tokens, drawn)
+    wrong = max(len(sampled.tokens), len(drawn)) - same
+    detail = f"from token {same} on: got {list(sampled.tokens[same:])}, the reference draws {list(drawn[same:])}"
+    return [exactly("sampling.draws", wrong, Verdict.FAIL_TOKENS, detail)]
+
+
+def _stepping(session: Session, golden: Golden, decoded: Decoded) -> list[Check]:
+    """Prefill and single steps give the bits of the engine's own loop."""
+    session.reset()
+    rows = [session.prefill(golden.prompt)[-1].copy()]
+    rows += [session.step(token).copy() for token in decoded.tokens]
+    return [bits("steps", np.stack(rows), recorded(decoded), "stepping against decode, [step, token]")]
+
+
+def _kernels(engine: Engine, golden: Golden, counters: dict[str, int]) -> list[Check]:
+    """The kernels of this precision ran, and those that are the other precision's alone did not."""
+    needed = engine.kernels(golden.precision, golden.has_moe)
+    foreign = engine.kernels("int4" if golden.precision == "fp32" else "fp32", golden.has_moe) - needed
+    idle = sorted(name for name in needed if counters.get(name, 0) < 1)
+    ran = sorted(name for name in foreign if counters.get(name, 0) > 0)
+    return [
+        exactly("kernels", len(idle), Verdict.FAIL_KERNEL, f"never launched: {', '.join(idle)}; counted: {counters}"),
+        exactly("kernels.foreign", len(ran), Verdict.FAIL_KERNEL, f"of the other precision, yet launched: {ran}"),
+    ]

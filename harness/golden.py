@@ -1,0 +1,111 @@
+"""A bundle's golden results for one precision, as the checks use them (``docs/bundles.md``).
+
+Letters: n prompt tokens, T committed tokens, V vocabulary, D hidden, B budget.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from harness.protocol import DecodeRequest, Draft, Round
+from refs.kdtr import Kdtr, read
+
+F64 = npt.NDArray[np.float64]
+
+
+class GoldenError(Exception):
+    """A bundle lacks what a check needs: ``FILE: FIELD: reason``."""
+
+
+@dataclass(frozen=True)
+class Golden:
+    """Views into one mapped bundle."""
+
+    file: Kdtr
+    precision: str
+    meta: Mapping[str, Any]
+
+    @classmethod
+    def open(cls, path: Path, precision: str) -> Golden:
+        """Raises KdtrError for a broken file, GoldenError for one that is no bundle."""
+        file = read(path)
+        if "meta.json" not in file.tensors or f"golden.{precision}.tokens" not in file.tensors:
+            raise GoldenError(f"{path}: golden.{precision}.tokens: not a bundle; `kdtree bundles` makes them")
+        return cls(file, precision, json.loads(file.tensor("meta.json").tobytes()))
+
+    def _golden(self, name: str) -> npt.NDArray[Any]:
+        return self.file.tensor(f"golden.{self.precision}.{name}")
+
+    def field(self, name: str) -> int:
+        """A model field that is an integer."""
+        return int(self.file.fields[name])
+
+    @property
+    def has_moe(self) -> bool:
+        return self.field("num_layers") > self.field("first_k_dense")
+
+    @cached_property
+    def prompt(self) -> tuple[int, ...]:
+        return tuple(self.file.tensor("golden.prompt").tolist())
+
+    @cached_property
+    def tokens(self) -> tuple[int, ...]:
+        """T of them."""
+        return tuple(self._golden("tokens").tolist())
+
+    @property
+    def logits(self) -> F64:
+        """[T+1, V]: row 0 after the prompt, row i after token i."""
+        return self._golden("logits")
+
+    @cached_property
+    def taps(self) -> dict[str, F64]:
+        """[n+T, D] by tap name, in the order of computation."""
+        prefix = f"golden.{self.precision}.taps."
+        names = [name.removeprefix(prefix) for name in self.file.tensors if name.startswith(prefix)]
+        order = sorted(names, key=lambda name: [int(part) if part.isdigit() else -1 for part in re.split(r"\.", name)])
+        return {name: self.file.tensor(prefix + name) for name in order}
+
+    def tolerance(self, name: str) -> float:
+        """The bundle's bound for ``logits`` or a tap."""
+        table = self.meta["tolerance"][self.precision]
+        if name not in table:
+            raise GoldenError(f"{self.file.file}: meta.json: tolerance.{self.precision}.{name} is missing")
+        return float(table[name])
+
+    def request(self, drafter: str = "", **changes: Any) -> DecodeRequest:
+        """The decode whose results are stored: AR, or DDTree with ``drafter``; ``changes`` replace its fields."""
+        run = self.meta["run"]
+        values: dict[str, Any] = {"prompt": self.prompt, "max_tokens": int(run["max_tokens"]), "record": True}
+        if drafter:
+            table = self.file.tensor(f"draft.{self.precision}.{drafter}")
+            values["draft"] = Draft(logits=np.asarray(table, np.float32), first=len(self.prompt) + 1)
+            values.update(block_size=int(run["block_size"]), budget=int(run["budget"]))
+        return DecodeRequest(**{**values, **changes})
+
+    def rounds(self, drafter: str) -> tuple[Round, ...]:
+        """Every round of the DDTree decode with ``drafter``."""
+        sizes = self._golden(f"{drafter}.size").tolist()
+        tokens, parents, accepted = (self._golden(f"{drafter}.{name}") for name in ("tokens", "parents", "accepted"))
+        return tuple(
+            Round(
+                tuple(tokens[i, :size].tolist()),
+                tuple(parents[i, :size].tolist()),
+                tuple(row for row in accepted[i].tolist() if row >= 0),
+            )
+            for i, size in enumerate(sizes)
+        )
+
+    def other_logits(self) -> F64 | None:
+        """Golden logits of the other precision, if the bundle has them."""
+        other = "int4" if self.precision == "fp32" else "fp32"
+        return self.file.tensors.get(f"golden.{other}.logits")
