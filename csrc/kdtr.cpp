@@ -245,7 +245,7 @@ std::shared_ptr<const KdtrFile> KdtrFile::open(const std::string& path, const st
   const auto fail = [&](const std::string& what) {
     throw Error("FormatError", label + ": file: cannot be read: " + what);
   };
-  const int fd = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
+  const int fd = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
   if (fd < 0) fail(std::strerror(errno));
   struct stat info;
   const bool known = ::fstat(fd, &info) == 0;

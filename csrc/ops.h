@@ -146,7 +146,7 @@ struct MoeArgs {
 // The choice of each row: argmax (temperature 0) or a Gumbel draw keyed by (state's seed, position, token). A NaN or an
 // infinity among a row's logits is kFaultLogitsNonFinite, its choice then 0.
 struct SelectArgs {
-  const float* logits; int vocab; float temperature;
+  const float* logits; int vocab; double temperature;  // double, because docs/model.md divides by it in f64
   int32_t* choice;  // out [M]
   void* scratch;
   Rows rows; StepState* state;

@@ -1,0 +1,81 @@
+// The CPU backend: memory between guard zones, counters, threads, kernels. One source file per operation family.
+#pragma once
+#include <map>
+#include <string>
+#include <vector>
+
+#include "../ops.h"
+#include "kernels.h"
+#include "threads.h"
+
+namespace kdtree::cpu {
+
+class CpuBackend final : public Backend {
+ public:
+  CpuBackend(int threads, bool poison);
+  ~CpuBackend() override;
+
+  const char* name() const override { return "cpu"; }
+  void* alloc(size_t bytes, const char* what) override;
+  void free(void* p) override;
+  const void* resident(const void* host, size_t, const char*) override { return host; }
+  void upload(void* dst, const void* host, size_t bytes) override;
+  void download(void* host, const void* src, size_t bytes) override;
+  void fill_zero(void* dst, size_t bytes) override;
+  MemoryInfo memory() const override { return memory_; }
+  std::string broken_guard() override;
+
+  void step(const std::string&, const std::function<void()>& body) override { body(); }
+  void set_graphs(bool) override {}
+  void drop_graphs() override {}
+  std::map<std::string, uint64_t> counters() const override { return counters_; }
+  void reset_counters() override { counters_.clear(); }
+
+  size_t linear_scratch(int n, int k, int max_rows) const override;
+  size_t attention_scratch(const MlaDims&, int max_rows, int max_keys) const override;
+  size_t moe_scratch(int max_rows, int top_k, int experts, int inner, int dim) const override;
+  size_t select_scratch(int max_rows, int vocab) const override;
+  size_t tree_scratch(int vocab, int block_size, int budget) const override;
+  size_t commit_scratch(int n_layers, int rank, int rope, int max_rows) const override;
+
+  void embed(const EmbedArgs&) override;
+  void rms_norm(float* out, const float* x, const float* w, float eps, int dim, int max_rows, const int32_t* n_rows) override;
+  void linear(const LinearArgs&) override;
+  void mla_prepare(const MlaPrepareArgs&) override;
+  void mla_attention(const MlaAttentionArgs&) override;
+  void mla_value(const MlaValueArgs&) override;
+  void router(const RouterArgs&) override;
+  void moe(const MoeArgs&) override;
+  void select(const SelectArgs&) override;
+  void tree_root(const Rows&, StepState*) override;
+  void tree_build(const TreeBuildArgs&) override;
+  void accept(const AcceptArgs&) override;
+  void kv_commit(const KvCommitArgs&) override;
+  void record(const RecordArgs&) override;
+  void record_tree(const RecordTreeArgs&) override;
+
+ private:
+  struct Block {
+    std::string what;
+    void* raw;
+    size_t bytes;
+  };
+  void count(const char* kernel) { ++counters_[kernel]; }
+  void norm_row(float* out, const float* x, const float* w, float eps, int dim) const;
+
+  const Kernels& k_;
+  Threads threads_;
+  const bool poison_;
+  std::map<void*, Block> blocks_;
+  MemoryInfo memory_{0, 0};
+  std::map<std::string, uint64_t> counters_;
+  std::vector<float> floats_;          // the router's scores of one row
+  std::vector<unsigned char> flags_;  // and which experts are out or taken
+};
+
+// Sets the first fault of a step.
+void raise_fault(StepState* state, Fault fault, int row, int detail);
+
+inline int active_rows(const int32_t* n_rows, int max_rows) { return *n_rows < max_rows ? *n_rows : max_rows; }
+
+}  // namespace kdtree::cpu

@@ -1,0 +1,61 @@
+// Kernels for x86-64 with AVX-512 (F, BW, DQ, VL): 16 lanes are one register.
+#if defined(__x86_64__)
+#include <immintrin.h>
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#include "kernels.h"
+
+#define KDTREE_ISA_NAME "avx512"
+#define KDTREE_INLINE __attribute__((always_inline))
+
+// From here to the end of the file everything is compiled for these instructions; the standard headers above are not.
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx2,fma,avx512f,avx512bw,avx512dq,avx512vl"))), apply_to = function)
+#else
+#pragma GCC target("avx2,fma,avx512f,avx512bw,avx512dq,avx512vl")
+#endif
+
+namespace kdtree::cpu::avx512 {
+namespace {
+
+constexpr int kMr = 4, kNr = 4, kMrInt4 = 4, kNrInt4 = 2, kMrSum = 8;  // within 32 registers of 16 lanes
+
+struct V {
+  __m512 v;
+  static KDTREE_INLINE V zero() { return {_mm512_setzero_ps()}; }
+  static KDTREE_INLINE V set(float x) { return {_mm512_set1_ps(x)}; }
+  static KDTREE_INLINE V load(const float* p) { return {_mm512_loadu_ps(p)}; }
+  KDTREE_INLINE void store(float* p) const { _mm512_storeu_ps(p, v); }
+  static KDTREE_INLINE void nibbles(const uint8_t* p, V& even, V& odd) {
+    const __m512 values = _mm512_setr_ps(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7);
+    // The permutation reads the low four bits of each lane, so the even elements need no mask.
+    const __m512i b = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+    even = {_mm512_permutexvar_ps(b, values)};
+    odd = {_mm512_permutexvar_ps(_mm512_srli_epi32(b, 4), values)};
+  }
+  static KDTREE_INLINE V power_of_two(V t) {
+    const __m512i n = _mm512_add_epi32(_mm512_castps_si512(t.v), _mm512_set1_epi32(127 - 0x4B400000));
+    return {_mm512_castsi512_ps(_mm512_slli_epi32(n, 23))};
+  }
+};
+inline KDTREE_INLINE V add(V a, V b) { return {_mm512_add_ps(a.v, b.v)}; }
+inline KDTREE_INLINE V sub(V a, V b) { return {_mm512_sub_ps(a.v, b.v)}; }
+inline KDTREE_INLINE V mul(V a, V b) { return {_mm512_mul_ps(a.v, b.v)}; }
+inline KDTREE_INLINE V div(V a, V b) { return {_mm512_div_ps(a.v, b.v)}; }
+inline KDTREE_INLINE V max(V a, V b) { return {_mm512_max_ps(a.v, b.v)}; }
+inline KDTREE_INLINE V min(V a, V b) { return {_mm512_min_ps(a.v, b.v)}; }
+inline KDTREE_INLINE V fma(V a, V b, V c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
+
+#include "lanes.h"
+
+#include "kernels_body.h"
+
+}  // namespace kdtree::cpu::avx512
+
+#if defined(__clang__)
+#pragma clang attribute pop
+#endif
+#endif  // __x86_64__

@@ -1,0 +1,51 @@
+// The inner loops of the CPU backend, one table of them per instruction set.
+//
+// Guarantee: every table gives the same bits. A reduction over K runs in 16 f32 lanes (lane t adds the elements t, t+16, ... in
+// ascending order by fused multiply-add, a short tail counting as zeros) followed by the halving tree lane[t] += lane[t+h],
+// h = 8, 4, 2, 1; every other loop is elementwise in stated operations. So neither the instruction set nor the number of rows,
+// nor how rows and outputs are cut into tiles, shows in a result.
+#pragma once
+#include <cstdint>
+#include <string>
+
+namespace kdtree::cpu {
+
+constexpr int kGroup = 32;       // weights that share a scale
+constexpr int kGroupBytes = 16;  // two nibbles a byte
+
+struct Kernels {
+  const char* isa;
+
+  // y[i*ldy + j] = x[i] . w[j] over k elements.
+  void (*gemm_f32)(const float* const* x, int m, const float* const* w, int n, int k, float* y, int ldy);
+
+  // As gemm_f32 with w[j] = q * scale, q the row's nibbles at q + j*16*groups, scale its bf16 at scale + j*groups. x[i] holds
+  // groups*32 floats, per group the even elements, then the odd ones (pack_int4), as the nibbles of a byte are laid out.
+  void (*gemm_int4)(const float* const* x, int m, const uint8_t* q, const uint16_t* scale, int n, int groups, float* y, int ldy);
+
+  // out[groups*32] = x[k] padded with zeros, even and odd elements of each group parted.
+  void (*pack_int4)(float* out, const float* x, int k);
+
+  // y[i] = decay[i] * y[i] + sum over t ascending of coef[i*ldc + t] * row[t], vectors of n; decay null: from zero.
+  void (*weighted_sum)(const float* coef, int ldc, int m, const float* const* row, int t, int n, const float* decay, float* y,
+                       int ldy);
+
+  float (*sum_squares)(const float* x, int n);
+  void (*scale_by)(float* out, const float* x, float factor, const float* w, int n);  // out = (x * factor) * w
+  void (*divide)(float* x, float divisor, int n);                                     // x = x / divisor
+  void (*silu_mul)(float* out, const float* gate, const float* up, int n);            // out = gate / (1 + exp(-gate)) * up
+  void (*sigmoid)(float* out, const float* x, int n);
+  // The greatest of x; *finite is false if any element is NaN or infinite (the result is then meaningless).
+  float (*max_value)(const float* x, int n, bool* finite);
+  // x = exp(x - shift), returns the sum of the results.
+  float (*exp_sum)(float* x, float shift, int n);
+};
+
+// The best table for this processor; the environment variable KDTREE_ISA (base, avx2, avx512, neon) asks for another one and
+// is a DeviceError if the processor lacks it.
+const Kernels& kernels();
+
+// Names that KDTREE_ISA may have here, space separated, worst first.
+std::string isa_names();
+
+}  // namespace kdtree::cpu
