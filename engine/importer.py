@@ -1,0 +1,208 @@
+"""``kdtree import HF_DIR -o FILE.kdtr``: a Hugging Face checkpoint as one KDTR model file (docs/import.md).
+
+Guarantees: the file appears complete or not at all; the same checkpoint and options give the same bytes; peak memory
+does not depend on the checkpoint's size (below 200 MiB); an interrupted import goes on where it stopped when the same
+command is given again. What does not fit is refused before anything is written, except values that only reading shows.
+
+Exit status: 0 done, 1 the checkpoint is refused, 2 incomplete (interrupted, disk full: run again to go on),
+3 the command line or the target is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import itertools
+import json
+import re
+import resource
+import shutil
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NoReturn, TextIO
+
+from engine.hf_config import INNER_NORM_EPS, HfConfig, read_config
+from engine.hf_slice import Selection
+from engine.hf_tensors import Plan, Planner
+from engine.kdtr_stream import KdtrStream, TargetBusy
+from engine.safetensors_reader import CheckpointError, fingerprint, load_json, open_checkpoint
+from engine.transfer import Progress, write_model
+from refs import kdtr
+
+DONE, REFUSED, INCOMPLETE, USAGE = 0, 1, 2, 3
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.print_usage(sys.stderr)
+        self.exit(USAGE, f"{self.prog}: {message}\n")
+
+
+def id_list(text: str) -> tuple[int, ...]:
+    """``0-3,7`` -> (0, 1, 2, 3, 7); ascending, each once."""
+    ids: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d{1,7})(?:-(\d{1,7}))?", part.strip())
+        if not match:
+            raise argparse.ArgumentTypeError(f"{part!r} is neither a number nor a range like 0-3")
+        ids += range(int(match[1]), int(match[2] or match[1]) + 1)
+    if not ids or any(a >= b for a, b in itertools.pairwise(ids)):
+        raise argparse.ArgumentTypeError(f"{text!r} is empty or does not ascend")
+    return tuple(ids)
+
+
+def _eps(text: str) -> float | None:
+    return None if text == "config" else float(text)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    p = _Parser(prog="kdtree import", description="A Hugging Face checkpoint as one KDTR model file (docs/import.md).")
+    p.add_argument("source", type=Path, metavar="HF_DIR", help="directory with config.json and safetensors")
+    p.add_argument("-o", "--output", type=Path, required=True, metavar="FILE.kdtr")
+    p.add_argument("--layers", type=id_list, metavar="0-3", help="keep these layers only")
+    p.add_argument("--experts", type=id_list, metavar="0-31", help="keep these routed experts only")
+    p.add_argument("--quantize", choices=("int4", "both"), help="quantise float experts: in place of f32, or beside it")
+    p.add_argument(
+        "--inner-norm-eps",
+        type=_eps,
+        default=INNER_NORM_EPS,
+        metavar="EPS|config",
+        help="eps of the q_a and kv_a norms: 1e-6 as transformers builds them (default), or the config's rms_norm_eps",
+    )
+    p.add_argument("--eos", type=int, metavar="ID", help="the token that ends a text; -1: none (default: the config's)")
+    p.add_argument("--context", type=int, metavar="N", help="positions the model may use, at most the config's")
+    p.add_argument("--ignore-field", action="append", default=[], metavar="NAME", help="a config field without effect")
+    p.add_argument("--dry-run", action="store_true", help="check everything but the values, say what would be written")
+    p.add_argument("--force", action="store_true", help="replace an existing file")
+    p.add_argument("--json", action="store_true", help="print the summary as JSON")
+    return p
+
+
+def _end_token_note(source: Path, chosen: int) -> str:
+    """What generation_config.json says, where it differs from the end token that was taken."""
+    path = source / "generation_config.json"
+    if not path.is_file():
+        return ""
+    said = load_json(path).get("eos_token_id")
+    if said is None or said in (chosen, [chosen]):
+        return ""
+    return f"generation_config.json has eos_token_id {said}, the config's {chosen} was taken; --eos chooses another"
+
+
+def _summary(hf: HfConfig, plan: Plan, args: argparse.Namespace) -> dict[str, Any]:
+    config = plan.config
+    return {
+        "model_type": hf.model_type,
+        "layers": list(plan.layers),
+        "experts": list(plan.experts),
+        "precisions": list(plan.precisions),
+        "inner_norm_eps": config.inner_norm_eps,
+        "eos_id": config.eos_id,
+        "max_context": config.max_context,
+        "config_sha256": hashlib.sha256(hf.file.read_bytes()).hexdigest(),
+        "config_fields_without_effect": {k: hf.unread[k] for k in sorted(hf.unread)},
+        "tensors_left_out": dict(sorted(plan.left_out.items())),
+        "ignored_fields": sorted(args.ignore_field),
+    }
+
+
+def run(args: argparse.Namespace, out: TextIO, err: TextIO) -> int:
+    """Import as ``args`` say; the exit status. Raises `CheckpointError` and `OSError`."""
+    started = time.monotonic()
+    checkpoint = open_checkpoint(args.source)
+    try:
+        hf = read_config(
+            args.source,
+            inner_norm_eps=args.inner_norm_eps,
+            eos=args.eos,
+            context=args.context,
+            ignore=frozenset(args.ignore_field),
+        )
+        plan = Planner(checkpoint, hf, Selection(args.layers, args.experts), args.quantize).plan()
+        summary = _summary(hf, plan, args)
+        literals = {"meta.json": json.dumps({"import": summary}, sort_keys=True).encode()}
+        tensors = plan.tensors | {name: ("u8", (len(data),)) for name, data in literals.items()}
+        sources = fingerprint(p.source.path for pieces in plan.pieces.values() for p in pieces)
+        identity = json.dumps([sources, {n: hashlib.sha256(d).hexdigest() for n, d in literals.items()}]).encode()
+        stream = KdtrStream(args.output, plan.config.fields(), tensors, identity)
+        for note in _notes(hf, plan, _end_token_note(args.source, plan.config.eos_id)):
+            print(note, file=err)
+        if not args.dry_run:
+            free = shutil.disk_usage(args.output.parent).free
+            with stream:
+                if stream.done:
+                    print(f"going on: {len(stream.done)} of {len(tensors)} tensors are already written", file=err)
+                need = sum(e.size for e in stream.pending())
+                if need > free:
+                    print(f"{args.output}: needs {need / 1e9:.1f} GB, the disk has {free / 1e9:.1f}", file=err)
+                    return INCOMPLETE
+                progress = Progress(stream.file_size, err)
+                try:
+                    write_model(checkpoint, plan, stream, literals, progress)
+                finally:
+                    progress.close()
+    finally:
+        checkpoint.close()
+    result = summary | {
+        "output": str(args.output),
+        "written": not args.dry_run,
+        "bytes": stream.file_size,
+        "tensors": len(tensors),
+        "seconds": round(time.monotonic() - started, 3),
+        "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        * (1 if sys.platform == "darwin" else 1024),
+    }
+    if args.json:
+        json.dump(result, out, indent=2, sort_keys=True)
+        out.write("\n")
+    else:
+        verb = "would write" if args.dry_run else "wrote"
+        size, seconds = stream.file_size, result["seconds"]
+        out.write(f"{verb} {args.output}: {len(tensors)} tensors, {size / 1e9:.3f} GB, {seconds:.1f} s\n")
+    return DONE
+
+
+def _notes(hf: HfConfig, plan: Plan, end_token: str) -> Iterator[str]:
+    c = plan.config
+    experts = (
+        f"{c.n_routed_experts} experts, top {c.num_experts_per_tok}" if c.first_k_dense < c.num_layers else "dense"
+    )
+    yield f"{c.num_layers} layers ({c.first_k_dense} dense), {experts}, {' and '.join(plan.precisions)}"
+    yield f"inner_norm_eps {c.inner_norm_eps:g} (rms_norm_eps {c.rms_norm_eps:g})"
+    if hf.unread:
+        yield f"config fields without effect: {', '.join(sorted(hf.unread))}"
+    for reason, count in sorted(plan.left_out.items()):
+        yield f"left out: {count} tensors, {reason}"
+    if end_token:
+        yield end_token
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The ``kdtree import`` command; the exit status."""
+    args = parser().parse_args(argv)
+    if not args.source.is_dir():
+        print(f"kdtree import: {args.source}: no such directory", file=sys.stderr)
+        return USAGE
+    if not args.output.parent.is_dir():
+        print(f"kdtree import: {args.output.parent}: no such directory", file=sys.stderr)
+        return USAGE
+    if args.output.exists() and not (args.force or args.dry_run):
+        print(f"kdtree import: {args.output}: exists; --force replaces it", file=sys.stderr)
+        return USAGE
+    try:
+        return run(args, sys.stdout, sys.stderr)
+    except (CheckpointError, kdtr.KdtrError) as error:
+        print(f"kdtree import: {error}", file=sys.stderr)
+        return REFUSED
+    except TargetBusy as error:
+        print(f"kdtree import: {error}", file=sys.stderr)
+        return USAGE
+    except KeyboardInterrupt:
+        print("kdtree import: interrupted; the same command goes on from here", file=sys.stderr)
+        return INCOMPLETE
+    except OSError as error:
+        print(f"kdtree import: {error}; the same command goes on from here", file=sys.stderr)
+        return INCOMPLETE
