@@ -141,6 +141,10 @@ class Model:
         kept = {k: v for k, v in found.items() if operations or not any(part in k for part in inside)}
         return kept | {"logits": logits}
 
+    def router_bias(self, layer: int) -> F:
+        """The bias [E] of a MoE layer's router."""
+        return self._w[f"layers.{layer}.router.bias"]
+
     def _check_rows(self, tokens: Sequence[int], parents: Sequence[int]) -> None:
         if not tokens or len(tokens) != len(parents):
             raise RequestError(f"{len(tokens)} tokens with {len(parents)} parents: need as many, and at least one")

@@ -1,0 +1,190 @@
+"""A recipe becomes a bundle (docs/bundles.md): the same bytes on every machine.
+
+python -m refs.generate --out DIR [CONFIG ...]
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from refs import draw, kdtr, recipe
+from refs.config import PRECISIONS
+from refs.edges import EDGES
+from refs.errors import RefError
+from refs.exact import SUMMATIONS
+from refs.golden import MULTIPLE, Golden, Rejected, compute, emitted
+from refs.model import Model
+from refs.recipe import Recipe
+
+Array = npt.NDArray[Any]
+ATTEMPTS = 200
+LEAST_DISTINCT = 3
+"""Tokens an output of more than 8 must hold, so that the harness's check for degenerate output means something."""
+
+
+class GenerateError(Exception):
+    """No attempt gave goldens that can be used."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """One recipe's model and goldens, before they are laid out as a bundle."""
+
+    recipe: Recipe
+    attempt: int
+    eos: int
+    tensors: Mapping[str, Array]
+    goldens: Mapping[str, Golden]
+
+
+def generate(wanted: Recipe) -> Result:
+    """Draw until every margin and every edge of the recipe holds; `GenerateError` names what never did."""
+    reasons: dict[str, int] = {}
+    for attempt in range(ATTEMPTS):
+        try:
+            return _attempt(wanted, attempt)
+        except Rejected as reason:
+            kind = str(reason).split(" margin ")[0]
+            reasons[kind] = reasons.get(kind, 0) + 1
+    listed = "; ".join(f"{kind} ({count}x)" for kind, count in sorted(reasons.items(), key=lambda item: -item[1]))
+    raise GenerateError(f"{wanted.name}: none of {ATTEMPTS} attempts can be used: {listed}")
+
+
+def _attempt(wanted: Recipe, attempt: int) -> Result:
+    fields, tensors = wanted.model.fields(), draw.weights(wanted, attempt)
+    prompt = draw.prompt(wanted, attempt)
+    exact = {p: Model(fields, tensors, p, file=wanted.name) for p in PRECISIONS}
+    unstopped = {p: emitted(exact[p], wanted, prompt) for p in PRECISIONS}
+    eos = _eos(wanted, unstopped)
+    goldens = {}
+    for precision in PRECISIONS:
+        models = {"exact": exact[precision]} | {
+            order: Model(fields, tensors, precision, np.float32, summation=order, file=wanted.name)
+            for order in SUMMATIONS
+        }
+        goldens[precision] = compute(wanted, models, precision, attempt, prompt, unstopped[precision], eos)
+        tokens = goldens[precision].tokens
+        if len(tokens) > 8 and len(set(tokens)) < LEAST_DISTINCT:
+            raise Rejected(f"{precision}: degenerate output")
+    _check_precisions_differ(goldens)
+    result = Result(wanted, attempt, eos, tensors, goldens)
+    for edge in wanted.edges:
+        for precision in PRECISIONS:
+            if not EDGES[edge](result, precision):
+                raise Rejected(f"{precision}: edge {edge} is not shown")
+    return result
+
+
+def _eos(wanted: Recipe, unstopped: Mapping[str, tuple[int, ...]]) -> int:
+    """The id declared EOS; one that both precisions emit at a place of the wanted kind."""
+    if wanted.run.eos == "none":
+        return wanted.model.eos_id
+    places = [{token: out.index(token) for token in out} for out in unstopped.values()]
+    block = wanted.run.block_size
+    for token in unstopped["fp32"]:
+        at = [place.get(token, -1) for place in places]
+        if wanted.run.eos == "first" and at == [0] * len(at):
+            return token
+        # The oracle commits whole blocks, so inside a path is neither a block's first place nor its last.
+        if wanted.run.eos == "mid_path" and all(i >= 0 and 0 < i % block < block - 1 for i in at):
+            return token
+    raise Rejected(f"no token for the EOS rule {wanted.run.eos}")
+
+
+def _check_precisions_differ(goldens: Mapping[str, Golden]) -> None:
+    a, b = (goldens[p] for p in PRECISIONS)
+    least = 2 * MULTIPLE * max(a.noise["logits"], b.noise["logits"])
+    if not float(np.abs(a.logits[0] - b.logits[0]).max()) > least:
+        raise Rejected("the precisions' logits differ by less than the tolerance")
+
+
+def meta(result: Result) -> dict[str, Any]:
+    """What ``meta.json`` holds."""
+    run = dataclasses.asdict(result.recipe.run)
+    kept = ("max_tokens", "block_size", "budget", "drafters", "temperature", "seed")
+    return {
+        "attempt": result.attempt,
+        "config": result.recipe.name,
+        "edges": list(result.recipe.edges),
+        "exact_ties": result.recipe.exact_ties,
+        "margins": {p: dict(g.margins) for p, g in result.goldens.items()},
+        "multiple": MULTIPLE,
+        "noise": {p: dict(g.noise) for p, g in result.goldens.items()},
+        "purpose": result.recipe.purpose,
+        "run": {key: run[key] for key in kept},
+        "tolerance": {p: {k: MULTIPLE * v for k, v in g.noise.items()} for p, g in result.goldens.items()},
+    }
+
+
+def layout(result: Result) -> tuple[dict[str, int | float], dict[str, Array]]:
+    """The bundle's fields and tensors."""
+    fields = result.recipe.model.fields() | {"eos_id": result.eos}
+    tensors = dict(result.tensors)
+    text = json.dumps(meta(result), sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
+    tensors["meta.json"] = np.frombuffer(text.encode(), np.uint8)
+    run = result.recipe.run
+    for precision, golden in result.goldens.items():
+        at = f"golden.{precision}."
+        tensors["golden.prompt"] = np.array(golden.prompt, np.int32)
+        tensors[at + "tokens"] = np.array(golden.tokens, np.int32)
+        tensors[at + "logits"] = golden.logits
+        for name in golden.noise:
+            if name != "logits":
+                tensors[at + "taps." + name] = golden.taps[name]
+        for drafter, rounds in golden.rounds.items():
+            tensors[f"draft.{precision}.{drafter}"] = golden.drafts[drafter]
+            trees = [tree for tree, _ in rounds]
+            tensors[f"{at}{drafter}.size"] = np.array([tree.size for tree in trees], np.int32)
+            tensors[f"{at}{drafter}.tokens"] = _padded([tree.tokens for tree in trees], run.budget + 1)
+            tensors[f"{at}{drafter}.parents"] = _padded([tree.parents for tree in trees], run.budget + 1)
+            tensors[f"{at}{drafter}.accepted"] = _padded([path for _, path in rounds], run.block_size)
+    return fields, tensors
+
+
+def _padded(rows: list[tuple[int, ...]], width: int) -> Array:
+    out = np.full((len(rows), width), -1, np.int32)
+    for i, row in enumerate(rows):
+        out[i, : len(row)] = row
+    return out
+
+
+def write(name: str, path: Path) -> Result:
+    """Generate the bundle of the recipe ``name`` and write it, whole or not at all."""
+    result = generate(recipe.load(name))
+    kdtr.write(path, *layout(result))
+    return result
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Write bundles without looking at the lock; exit status 0, or 3 with a message."""
+    parser = argparse.ArgumentParser(prog="python -m refs.generate", description="write bundles, unchecked")
+    parser.add_argument("--out", type=Path, required=True, help="the folder to write to")
+    parser.add_argument("configs", nargs="*", metavar="CONFIG", help="default: all")
+    options = parser.parse_args(arguments)
+    options.out.mkdir(parents=True, exist_ok=True)
+    for name in options.configs or recipe.names():
+        started = time.perf_counter()
+        try:
+            result = write(name, options.out / f"{name}.kdtr")
+        except (RefError, GenerateError) as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 3
+        size = (options.out / f"{name}.kdtr").stat().st_size
+        seconds = time.perf_counter() - started
+        print(f"{name}: attempt {result.attempt}, {size / 1e6:.2f} MB, {seconds:.2f} s", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,196 @@
+"""A bundle's recipe: one file of refs/configs/, strictly checked. An error names the file, the field and the reason.
+
+A recipe may name a `base`, another recipe whose values hold where its own says nothing; a base has none itself.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+
+from refs.config import ModelConfig
+from refs.drafters import DRAFTERS
+from refs.edges import EDGES
+from refs.errors import ConfigError
+
+CONFIGS = Path(__file__).parent / "configs"
+EOS_RULES = ("none", "first", "mid_path")
+Section = TypeVar("Section")
+
+
+@dataclass(frozen=True)
+class WeightOptions:
+    """How the weights are drawn; gains are relative to 1/sqrt(K), which keeps a unit input at unit size."""
+
+    linear_gain: float = 1.0
+    expert_gain: float = 1.0
+    """Of the routed experts' output; a small one keeps the two precisions' tokens close."""
+    logit_gain: float = 1.0
+    router_gain: float = 1.0
+    router_bias: float = 0.1
+    """Standard deviation of the router's bias."""
+    zero_group_share: float = 0.0
+    """Share of the experts' groups of 32 that are all zero."""
+    amax_group_share: float = 0.0
+    """Share of the groups that hold nothing but +amax and -amax, so that 7 and -8 are both reached."""
+    outlier_channels: int = 0
+    """Input channels of the experts that are much larger than the others, in the activations and in the weights."""
+    one_hot_ties: bool = False
+    """Router and lm_head rows have one non-zero and come in pairs, so that ties are exact in any summation order."""
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """What is decoded."""
+
+    max_tokens: int
+    block_size: int
+    budget: int
+    prompt_length: int = 0
+    prompt: tuple[int, ...] = ()
+    """Literal; else ``prompt_length`` tokens are drawn."""
+    drafters: tuple[str, ...] = tuple(DRAFTERS)
+    draft_rows: int = 0
+    """Rows of the draft tables; 0: one for each token that can be drafted."""
+    draft_step: float = 0.0
+    """Draft logits are rounded to multiples of this, which makes ties; 0: not."""
+    eos: str = "none"
+    """``first``: the first token emitted is declared EOS; ``mid_path``: one inside an accepted path."""
+    temperature: float = 0.0
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One bundle: why it exists, its model, how its weights are drawn, what is decoded, what must then be seen."""
+
+    name: str
+    purpose: str
+    model: ModelConfig
+    weights: WeightOptions
+    run: RunOptions
+    exact_ties: bool
+    """Ties are the purpose: a margin of exactly zero is no fault."""
+    edges: tuple[str, ...]
+    """Names of `refs.edges`, each of which the goldens must show."""
+
+
+def names() -> list[str]:
+    """All recipes, sorted."""
+    return sorted(path.stem for path in CONFIGS.glob("*.yaml"))
+
+
+def load(name: str, folder: Path = CONFIGS) -> Recipe:
+    """The recipe ``name``; `ConfigError` if there is none or it breaks the schema."""
+    path = folder / f"{name}.yaml"
+    raw = _read(path)
+    if "base" in raw:
+        base = folder / f"{raw.pop('base')}.yaml"
+        below = _read(base)
+        if "base" in below:
+            raise ConfigError(f"{path}: base: {base.name} has a base itself")
+        for section in ("model", "weights", "run"):
+            if not isinstance(raw.get(section, {}), dict):
+                raise ConfigError(f"{path}: {section}: {raw[section]!r} is not a mapping")
+            raw[section] = {**below.get(section, {}), **raw.get(section, {})}
+    known = [f.name for f in dataclasses.fields(Recipe)]
+    for key in raw:
+        if key not in known:
+            raise ConfigError(f"{path}: {key}: unknown field; known are base, {', '.join(known)}")
+    for key in ("name", "purpose"):
+        if not isinstance(raw.get(key), str) or not raw[key].strip():
+            raise ConfigError(f"{path}: {key}: {raw.get(key)!r} is not a text")
+    if raw["name"] != name:
+        raise ConfigError(f"{path}: name: {raw['name']!r} differs from the file's")
+    exact_ties = raw.get("exact_ties", False)
+    if not isinstance(exact_ties, bool):
+        raise ConfigError(f"{path}: exact_ties: {exact_ties!r} is neither true nor false")
+    model = ModelConfig.of(_section(raw, "model", path), f"{path}: model")
+    run = _parse(RunOptions, _section(raw, "run", path), f"{path}: run")
+    weights = _parse(WeightOptions, _section(raw, "weights", path), f"{path}: weights")
+    edges = _texts(raw.get("edges", []), EDGES, f"{path}: edges")
+    _check_run(run, model, f"{path}: run")
+    return Recipe(name, " ".join(raw["purpose"].split()), model, weights, run, exact_ties, edges)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(
+            f"{path}: file: cannot be read: {error.strerror}; known configs: {', '.join(names())}"
+        ) from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: file: no YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{path}: file: not a mapping")
+    return raw
+
+
+def _section(raw: dict[str, Any], name: str, path: Path) -> dict[str, Any]:
+    value = raw.get(name, {})
+    if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
+        raise ConfigError(f"{path}: {name}: {value!r} is not a mapping")
+    return value
+
+
+def _texts(value: Any, allowed: Any, where: str) -> tuple[str, ...]:
+    if not isinstance(value, list) or len(set(map(str, value))) != len(value):
+        raise ConfigError(f"{where}: {value!r} is not a list of different names")
+    for item in value:
+        if item not in allowed:
+            raise ConfigError(f"{where}: {item!r} is unknown; known are {', '.join(allowed)}")
+    return tuple(value)
+
+
+def _parse(cls: type[Section], raw: dict[str, Any], where: str) -> Section:
+    """An options record from a mapping whose values must have the declared types."""
+    found: dict[str, Any] = {}
+    fields = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    for name, value in raw.items():
+        if name not in fields:
+            raise ConfigError(f"{where}: {name}: unknown field; known are {', '.join(sorted(fields))}")
+        kind = str(fields[name].type)
+        if name == "drafters":
+            found[name] = _texts(value, DRAFTERS, f"{where}: {name}")
+        elif name == "prompt":
+            if not isinstance(value, list) or any(type(token) is not int for token in value):
+                raise ConfigError(f"{where}: {name}: {value!r} is not a list of integers")
+            found[name] = tuple(value)
+        elif type(value).__name__ != kind:
+            raise ConfigError(f"{where}: {name}: {value!r} is not of type {kind}")
+        else:
+            found[name] = value
+    for name, f in fields.items():
+        if name not in found and f.default is dataclasses.MISSING:
+            raise ConfigError(f"{where}: {name}: missing")
+    return cls(**found)
+
+
+def _check_run(run: RunOptions, model: ModelConfig, where: str) -> None:
+    rules = (
+        ("prompt", bool(run.prompt) != bool(run.prompt_length), "give either prompt or prompt_length"),
+        ("prompt", all(0 <= t < model.vocab_size for t in run.prompt), "a token lies outside the vocabulary"),
+        ("prompt_length", run.prompt_length >= 0, "negative"),
+        ("max_tokens", run.max_tokens >= 1, "less than 1"),
+        ("block_size", run.block_size >= 1, "less than 1"),
+        ("budget", run.budget >= 0, "negative"),
+        ("draft_rows", run.draft_rows >= 0, "negative"),
+        ("draft_step", run.draft_step >= 0, "negative"),
+        ("temperature", run.temperature >= 0, "negative"),
+        ("seed", 0 <= run.seed < 2**63, "not in 0..2^63-1"),
+        ("eos", run.eos in EOS_RULES, f"none of {', '.join(EOS_RULES)}"),
+        ("eos", run.eos == "none" or model.eos_id == -1, "the rule sets eos_id, which the model's fields do too"),
+        (
+            "max_tokens",
+            max(run.prompt_length, len(run.prompt)) + run.max_tokens <= model.max_context,
+            "prompt and tokens exceed max_context",
+        ),
+    )
+    for name, good, reason in rules:
+        if not good:
+            raise ConfigError(f"{where}: {name}: {getattr(run, name)!r}: {reason}")
