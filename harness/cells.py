@@ -52,6 +52,11 @@ class Check:
         return self.value <= self.allowed and math.isfinite(self.value) and math.isfinite(self.allowed)
 
     @property
+    def sentence(self) -> str:
+        """Its name with what it says of itself, or with its numbers."""
+        return f"{self.name}: {self.detail or f'{self.value:.6g}, allowed {self.allowed:.6g}'}"
+
+    @property
     def margin(self) -> float:
         """``value / allowed``: 1 is the bound. A bound of 0 gives 0 when met and infinity when not."""
         if self.allowed > 0:
@@ -174,7 +179,7 @@ def judge(checks: Iterable[Check]) -> tuple[Verdict, str]:
     """The verdict over ``checks`` and the detail of the check that decided it."""
     for check in checks:
         if not check.ok:
-            return check.verdict, f"{check.name}: {check.detail or f'{check.value:.6g}, allowed {check.allowed:.6g}'}"
+            return check.verdict, check.sentence
     return Verdict.PASS, ""
 
 

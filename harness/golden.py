@@ -86,6 +86,7 @@ class Golden:
         """The decode whose results are stored: AR, or DDTree with ``drafter``; ``changes`` replace its fields."""
         run = self.meta["run"]
         values: dict[str, Any] = {"prompt": self.prompt, "max_tokens": int(run["max_tokens"]), "record": True}
+        values.update(temperature=float(run["temperature"]), seed=int(run["seed"]))
         if drafter:
             table = self.file.tensor(f"draft.{self.precision}.{drafter}")
             values["draft"] = Draft(logits=np.asarray(table, np.float32), first=len(self.prompt) + 1)

@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -19,6 +20,8 @@ CONFIGS = ROOT / "refs" / "configs"
 PRECISIONS = ("fp32", "int4")
 DECODERS = ("ar", "ddtree")
 DEVICES = ("cpu", "cuda")
+DRAFTERS = ("oracle", "noisy", "hostile")
+"""Of a config that names none; what `refs.recipe` takes too."""
 
 _NAME = re.compile(r"[a-z0-9_]+")
 _WORD = re.compile(r"\s*([()]|[^\s()]+)")
@@ -63,14 +66,27 @@ def parse(id: str) -> Point:
     return Point(parts[0], parts[1], parts[2], parts[3], parts[4], ranks)
 
 
-def drafters(path: Path) -> tuple[str, ...]:
-    """The ``run.drafters`` of a config file. Raises MatrixError naming the file and the field."""
+def _config(path: Path) -> dict[str, Any]:
     try:
         content = yaml.safe_load(path.read_text("utf-8"))
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise MatrixError(f"{path}: {error}") from None
-    run = content.get("run") if isinstance(content, Mapping) else None
-    names = run.get("drafters") if isinstance(run, Mapping) else None
+    if not isinstance(content, dict) or not isinstance(content.setdefault("run", {}), dict):
+        raise MatrixError(f"{path}: run: not a mapping")
+    return content
+
+
+def drafters(path: Path) -> tuple[str, ...]:
+    """The ``run.drafters`` of a config file: its own, its base's, or the default ones.
+
+    Raises MatrixError naming the file and the field. Everything else in the file is for `refs.recipe` to judge.
+    """
+    content = _config(path)
+    names = content["run"].get("drafters")
+    if names is None and "base" in content:
+        names = _config(path.with_name(f"{content['base']}.yaml"))["run"].get("drafters")
+    if names is None:
+        return DRAFTERS
     if not isinstance(names, list) or not all(isinstance(n, str) and _NAME.fullmatch(n) for n in names):
         raise MatrixError(f"{path}: run.drafters: is {names!r}, not a list of names made of a-z, 0-9 and _")
     if len(set(names)) != len(names):

@@ -1,0 +1,149 @@
+"""The ``kdtree`` command: each subcommand is a function ``(argv) -> exit status`` in a module of its own.
+
+Modules are imported when their subcommand is used, so that ``kdtree matrix --list`` costs neither torch nor numpy. A
+subcommand whose module is not in this checkout is not offered.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import json
+import sys
+from collections.abc import Callable, Sequence
+from typing import cast
+
+from harness.cells import FAILED, INCOMPLETE, INFRASTRUCTURE, PASSED
+
+COMMANDS = {
+    "test": ("harness.cli:test", "run the matrix: kdtree test [-k ID] [--engine NAME] [--device cpu|cuda]"),
+    "matrix": ("harness.cli:matrix", "list the expected cells: kdtree matrix --list [--json]"),
+    "doctor": ("harness.doctor:main", "what this machine can run, and what is missing"),
+    "build": ("harness.build:main", "compile the engine: kdtree build [--device cpu|cuda] [--arch 12.0]"),
+    "bundles": ("harness.bundles:main", "regenerate bundles and check them: kdtree bundles [--out DIR] [CONFIG ...]"),
+    "demo": ("harness.demo:main", "AR beside DDTree: kdtree demo [--config tiny] [--precision fp32|int4]"),
+    "inspect": ("harness.inspect:main", "what is in a KDTR file: kdtree inspect FILE.kdtr [--verify]"),
+    "import": ("engine.importer:main", "a KDTR file from a checkpoint: kdtree import HF_DIR -o FILE.kdtr"),
+    "trace": ("harness.trace:main", "where a cell's numbers first part: kdtree trace CELL [--against cpu]"),
+    "report": ("harness.report:main", "HTML, Markdown and JUnit from a ledger: kdtree report LEDGER"),
+    "gate": ("harness.gate:main", "let a merge through or not: kdtree gate LEDGER"),
+    "remote": ("harness.remote:main", "the matrix on other machines: kdtree remote HOST ..."),
+    "mutants": ("harness.mutants:main", "plant faults in the engine and count what is caught"),
+    "bench": ("engine.bench:main", "speed against peers and ceilings"),
+    "plan": ("engine.plan:main", "the best tree budget for a machine"),
+}
+"""Target and help by name."""
+
+EXIT_STATUSES = (
+    f"exit status: {PASSED} every expected cell passed, {FAILED} a cell failed, {INCOMPLETE} a cell did not run, "
+    f"{INFRASTRUCTURE} configuration or infrastructure (build, bundles, host, missing device, wrong arguments)"
+)
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose errors end with the documented status for configuration."""
+
+    def error(self, message: str) -> None:  # type: ignore[override]
+        self.print_usage(sys.stderr)
+        self.exit(INFRASTRUCTURE, f"{self.prog}: {message}\n")
+
+
+def available() -> dict[str, tuple[str, str]]:
+    """The commands whose module is in this checkout."""
+    return {name: entry for name, entry in COMMANDS.items() if _exists(*entry[0].split(":"))}
+
+
+def _exists(module: str, function: str) -> bool:
+    spec = importlib.util.find_spec(module)
+    if spec is None or spec.origin is None:
+        return False
+    with open(spec.origin, encoding="utf-8") as source:  # importing would load what the module needs
+        return f"\ndef {function}(" in source.read()
+
+
+def test(argv: Sequence[str]) -> int:
+    """``kdtree test``: pytest on the matrix, with the design's exit statuses alone."""
+    parser = Parser(
+        prog="kdtree test",
+        description="Run the validation matrix, or the cells that -k chooses, and write reports/<run id>/ledger.json.",
+        epilog="examples:\n  kdtree test -k int4-ddtree-tiny-oracle-cpu\n  kdtree test -k 'tiny and not int4' -n 2\n"
+        f"  kdtree test --engine reference --device cpu\n\n{EXIT_STATUSES}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("-k", metavar="ID", default="", help="a cell's id, or an expression as pytest takes it")
+    parser.add_argument("-n", metavar="WORKERS", default="auto", help="parallel workers (default: auto; 0: none)")
+    parser.add_argument("--engine", default="csrc", help="csrc, reference, wrong:FAULT, or a registered engine")
+    parser.add_argument("--device", action="append", default=[], choices=("cpu", "cuda"), help="may be repeated")
+    parser.add_argument("--require-device", action="append", default=[], choices=("cpu", "cuda"))
+    parser.add_argument("--run-dir", help="where the ledger goes (default: reports/<run id>)")
+    parser.add_argument("--cell-timeout", type=float, help="seconds one cell may take")
+    options, rest = parser.parse_known_args(argv)
+    import pytest
+
+    from harness.sources import ROOT
+
+    arguments = [str(ROOT / "tests" / "test_matrix.py"), "--rootdir", str(ROOT), "-n", options.n]
+    arguments += ["--engine", options.engine, *(["-k", options.k] if options.k else [])]
+    arguments += [item for device in options.device for item in ("--device", device)]
+    arguments += [item for device in options.require_device for item in ("--require-device", device)]
+    arguments += ["--run-dir", options.run_dir] if options.run_dir else []
+    arguments += ["--cell-timeout", str(options.cell_timeout)] if options.cell_timeout else []
+    status = int(pytest.main([*arguments, *rest]))
+    return status if status in (PASSED, FAILED, INCOMPLETE) else INFRASTRUCTURE
+
+
+def matrix(argv: Sequence[str]) -> int:
+    """``kdtree matrix``: the expected cells."""
+    parser = Parser(
+        prog="kdtree matrix",
+        description="The cells that a run expects, computed from the axes and refs/configs.",
+        epilog=f"example: kdtree matrix --list -k 'tiny2 and ddtree' --device cuda\n\n{EXIT_STATUSES}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--list", action="store_true", help="one id a line (the default)")
+    parser.add_argument("--json", action="store_true", help="a list of objects with the id and the axes")
+    parser.add_argument("-k", metavar="EXPR", default="", help="only the cells that this chooses")
+    parser.add_argument("--device", action="append", choices=("cpu", "cuda"), help="default: cpu; may be repeated")
+    options = parser.parse_args(argv)
+    from dataclasses import asdict
+
+    from harness.matrix import MatrixError, expected, select
+
+    try:
+        points = expected(options.device or ["cpu"])
+        points = select(points, options.k) if options.k else points
+    except MatrixError as error:
+        print(f"kdtree matrix: {error}", file=sys.stderr)
+        return INFRASTRUCTURE
+    if options.json:
+        print(json.dumps([{"id": point.id, **asdict(point)} for point in points], indent=1))
+    else:
+        print("\n".join(point.id for point in points))
+    return PASSED
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """``kdtree COMMAND ...``; the exit status is the command's."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    commands = available()
+    listing = "\n".join(f"  {name:<9} {text}" for name, (_, text) in commands.items())
+    parser = Parser(
+        prog="kdtree",
+        usage="kdtree COMMAND ... (kdtree COMMAND --help says more)",
+        description=f"commands:\n{listing}",
+        epilog=EXIT_STATUSES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("command", choices=list(commands), metavar="COMMAND", help="one of the commands above")
+    name = parser.parse_args(arguments[:1]).command
+    module, _, function = commands[name][0].partition(":")
+    run = cast(Callable[[Sequence[str]], int], getattr(importlib.import_module(module), function))
+    try:
+        return run(arguments[1:])
+    except BrokenPipeError:  # the reader of a pipe has left
+        sys.stderr.close()
+        return PASSED
+    except KeyboardInterrupt:
+        print("kdtree: interrupted", file=sys.stderr)
+        return INCOMPLETE

@@ -1,0 +1,145 @@
+"""``kdtree doctor``: what this machine can run, what is missing, and how to get it.
+
+Exit status 0 when the CPU path works (build, bundles, matrix), 3 when something that it needs is missing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from harness import environment as machine
+from harness import gpu
+from harness.cells import INFRASTRUCTURE, PASSED
+
+TORCH_MINIMUM = (2, 11)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing looked for. ``needed_for`` is what does not work without it, ``remedy`` is ``""`` when it is fine."""
+
+    name: str
+    ok: bool
+    found: str
+    needed_for: str
+    remedy: str = ""
+
+    @property
+    def blocks_cpu(self) -> bool:
+        return not self.ok and self.needed_for == "cpu"
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split("+")[0].split(".")[:2] if part.isdigit())
+
+
+def _package(name: str, needed_for: str, minimum: tuple[int, ...] = ()) -> Finding:
+    have = machine.version(name)
+    ok = bool(have) and _numbers(have) >= minimum
+    wanted = f"{name}>={'.'.join(map(str, minimum))}" if minimum else name
+    return Finding(name, ok, have or "not installed", needed_for, "" if ok else f"python -m pip install '{wanted}'")
+
+
+def _program(name: str, needed_for: str, package: str, *, places: Sequence[str] = ()) -> Finding:
+    path = shutil.which(name, path=os.pathsep.join([os.environ.get("PATH", ""), *places])) or ""
+    remedy = "" if path else f"apt-get install {package}, or what your system calls it"
+    return Finding(name, bool(path), path or "not found", needed_for, remedy)
+
+
+def _cuda() -> list[Finding]:
+    """The CUDA toolkit against torch's CUDA, and the GPUs. torch refuses a toolkit of another major version."""
+    path, toolkit = machine.nvcc()
+    built_for = machine.torch_cuda()
+    survey = gpu.survey()
+    gpus = ", ".join(f"{g.name} (sm_{g.capability[0]}{g.capability[1]})" for g in survey.gpus)
+    found = [
+        Finding("GPU", bool(gpus), gpus or survey.reason, "cuda", "" if gpus else "cells on cuda need an NVIDIA GPU"),
+        Finding(
+            "nvcc",
+            bool(path),
+            f"{toolkit} ({path})" if path else "not found",
+            "cuda",
+            "" if path else "install the CUDA toolkit 13.0 and set CUDA_HOME to it",
+        ),
+        Finding(
+            "torch's CUDA",
+            bool(built_for),
+            built_for or "none: this torch is for the CPU",
+            "cuda",
+            "" if built_for else "install a CUDA build of torch: https://pytorch.org/get-started/locally",
+        ),
+    ]
+    if path and built_for:
+        fits = toolkit.split(".")[0] == built_for.split(".")[0]
+        remedy = "" if fits else f"install CUDA toolkit {built_for}, or a torch built for CUDA {toolkit}"
+        found.append(Finding("toolkit fits torch", fits, f"nvcc {toolkit}, torch {built_for}", "cuda", remedy))
+    return found
+
+
+def examine() -> list[Finding]:
+    """Everything looked for, in the order in which it is shown."""
+    python = sys.version_info[:2]
+    path, said = machine.compiler()
+    return [
+        Finding(
+            "Python",
+            python >= (3, 10),
+            machine.environment()["python"],
+            "cpu",
+            "" if python >= (3, 10) else "install Python 3.10 or newer",
+        ),
+        _package("numpy", "cpu", (1, 26)),
+        _package("PyYAML", "cpu", (6, 0)),
+        _package("torch", "cpu", TORCH_MINIMUM),
+        _package("setuptools", "cpu"),
+        _package("ninja", "cpu"),
+        _package("pytest", "cpu", (8, 0)),
+        _package("pytest-xdist", "cpu", (3, 5)),
+        _package("hypothesis", "tests"),
+        _package("paramiko", "remote", (3, 4)),
+        Finding(
+            "C++ compiler",
+            bool(said),
+            f"{said} ({path})" if said else "not found",
+            "cpu",
+            "" if said else "apt-get install g++ (macOS: xcode-select --install), or set CXX",
+        ),
+        _program("clang++", "fuzz", "clang"),
+        _program("git", "tests", "git"),
+        _program("sshd", "tests of remote", "openssh-server", places=("/usr/sbin", "/usr/local/sbin")),
+        *_cuda(),
+    ]
+
+
+def main(argv: Sequence[str]) -> int:
+    """See ``kdtree doctor --help``."""
+    parser = argparse.ArgumentParser(
+        prog="kdtree doctor",
+        description="Say what this machine can run, what is missing, and how to get it.",
+        epilog="exit status: 0 the CPU path works, 3 something that it needs is missing",
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of lines")
+    json_wanted = parser.parse_args(argv).json
+    findings = examine()
+    works = not any(finding.blocks_cpu for finding in findings)
+    cuda = all(finding.ok for finding in findings if finding.needed_for == "cuda")
+    if json_wanted:
+        content = {"cpu": works, "cuda": cuda and works, "environment": machine.environment()}
+        print(json.dumps({**content, "findings": [asdict(finding) for finding in findings]}, indent=1))
+        return PASSED if works else INFRASTRUCTURE
+    for name in ("os", "cpu", "cpu_features"):
+        print(f"{name:<20} {machine.environment()[name]}")
+    for finding in findings:
+        mark = "ok" if finding.ok else "MISSING" if finding.blocks_cpu else "absent"
+        print(f"{finding.name:<20} {mark:<8} {finding.found}")
+        if finding.remedy:
+            print(f"{'':<20} {'':<8} for {finding.needed_for}: {finding.remedy}")
+    print(f"\ncpu  {'works' if works else 'does not work: see MISSING'}")
+    print(f"cuda {'works' if cuda and works else 'does not work here: see the lines marked for cuda'}")
+    return PASSED if works else INFRASTRUCTURE

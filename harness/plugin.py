@@ -1,0 +1,290 @@
+"""The pytest plugin: options, the cells as tests, one record per cell, the run's ledger and exit status.
+
+With xdist the controller plans, builds and makes bundles before any worker starts, and writes the ledger at the end;
+workers run cells and store their records. Without xdist one process does both. The exit status is
+that of the ledger (``harness.cells.exit_status``), joined with pytest's own for the other tests.
+
+Cells are chosen by ``-k`` and by node id, and what was chosen is what is expected; ``-m``, ``--lf`` and ``--deselect``
+do not reach them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness import ledger as ledgers
+from harness.cells import INFRASTRUCTURE, Cell, Ledger, Verdict, exit_status
+from harness.environment import environment
+from harness.ledger import LedgerError
+from harness.matrix import MatrixError, expected, parse
+from harness.prepare import Infrastructure, Plan, plan, prepare, usable_devices
+from harness.report import write_reports
+from harness.runner import Runner
+from harness.sources import ROOT, describe
+
+MATRIX = ROOT / "tests" / "test_matrix.py"
+NAMES = ("test_cell", "test_matrix.py", "tests")
+"""What every cell is also called in a ``-k`` expression."""
+CELL_SECONDS = 120.0
+RUN = pytest.StashKey["Run | None"]()
+CellRun = Callable[[str], Cell]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("kdtree", "validation matrix")
+    group.addoption("--engine", default="csrc", help="csrc, reference, wrong:FAULT, or a registered one")
+    group.addoption("--device", action="append", default=[], help="cpu or cuda; default: cpu, and cuda where usable")
+    group.addoption("--require-device", action="append", default=[], help="as --device, beside the default ones")
+    group.addoption("--run-dir", type=Path, help="where the ledger goes (default: reports/<run id>)")
+    group.addoption("--cell-timeout", type=float, default=CELL_SECONDS, help="seconds one cell may take")
+    group.addoption("--host-name", default=socket.gethostname(), help="how the ledger names this machine")
+
+
+class Run:
+    """The controller's side: from the plan to the ledger."""
+
+    def __init__(self, config: pytest.Config, plan: Plan, notes: tuple[str, ...]) -> None:
+        self.plan, self.notes = plan, notes
+        self.problems: list[str] = []
+        self.bundles: dict[str, Path] = {}
+        run_dir = config.getoption("--run-dir")
+        self.run_id = run_dir.name if run_dir else ledgers.new_run_id()
+        self.run_dir = (run_dir or ROOT / "reports" / self.run_id).absolute()
+        self.started = ledgers.timestamp()
+        self._sources = describe()  # before anything is built from them
+        self.ledger: Ledger | None = None
+        self.path: Path | None = None
+        self._host = config.getoption("--host-name")
+        self._command = shlex.join(["pytest", *config.invocation_params.args])
+        if (self.run_dir / ledgers.LEDGER_FILE).exists():
+            raise Infrastructure(f"--run-dir {self.run_dir} holds the ledger of an earlier run; name another folder")
+
+    def finish(self) -> Ledger:
+        """Collect the cells, write the ledger and the reports; once."""
+        if self.ledger is not None:
+            return self.ledger
+        blank = Ledger(
+            run_id=self.run_id,
+            started=self.started,
+            finished=ledgers.timestamp(),
+            engine=self.plan.engine,
+            command=self._command,
+            sources=self._sources,
+            environments={self._host: environment()},
+            expected=tuple(sorted(self.plan.expected)),
+            cells=(),
+            filter=self.plan.filter,
+            problems=tuple(self.problems),
+            notes=self.notes,
+        )
+        self.ledger = ledgers.complete(blank, ledgers.collect(self.run_dir))
+        self.path = ledgers.write(self.ledger, self.run_dir)
+        write_reports(self.ledger, self.run_dir)
+        return self.ledger
+
+    def for_workers(self) -> dict[str, Any]:
+        """What a worker needs, in values that execnet can carry."""
+        return {
+            "engine": self.plan.engine,
+            "devices": list(self.plan.devices),
+            "expected": list(self.plan.expected),
+            "filter": self.plan.filter,
+            "bundles": {config: str(path) for config, path in self.bundles.items()},
+            "run_dir": str(self.run_dir),
+        }
+
+
+def _is_worker(config: pytest.Config) -> bool:
+    return hasattr(config, "workerinput")
+
+
+def _chosen_ids(config: pytest.Config) -> list[str] | None:
+    """Cell ids given as node ids; empty for all cells; None when this run leaves the matrix out."""
+    ids: list[str] = []
+    here = False
+    for argument in config.args:
+        path, _, inner = str(argument).partition("::")
+        target = (config.invocation_params.dir / path).resolve()
+        if target != MATRIX and target not in MATRIX.parents:
+            continue
+        here = True
+        if target == MATRIX and "[" in inner:
+            ids.append(inner[inner.index("[") + 1 : -1])
+    ignored = [(config.invocation_params.dir / path).resolve() for path in config.getoption("ignore") or []]
+    return ids if here and not any(path == MATRIX or path in MATRIX.parents for path in ignored) else None
+
+
+def _make_run(config: pytest.Config) -> Run | None:
+    """The run of the matrix, or None when other tests alone were asked for. Raises Infrastructure."""
+    ids = _chosen_ids(config)
+    if ids is None:
+        return None
+    engine, expression = config.getoption("--engine"), config.getoption("keyword")
+    devices, note = usable_devices(engine, config.getoption("--device"), config.getoption("--require-device"))
+    try:
+        chosen = plan(engine, devices, ids=ids, expression=expression, names=NAMES)
+    except Infrastructure:
+        explicit = any(str(argument).partition("::")[0].endswith(MATRIX.name) for argument in config.args)
+        if explicit or not expression:
+            raise
+        plan(engine, devices)  # what is wrong with the whole matrix is wrong here too
+        return None
+    return Run(config, chosen, (note,) if note else ())
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    config = session.config
+    config.stash[RUN] = None
+    if _is_worker(config) or config.getoption("collectonly"):
+        return
+    terminal = config.pluginmanager.get_plugin("terminalreporter")
+
+    def say(line: str) -> None:
+        if terminal is not None:
+            terminal.write_line(line)
+            terminal.flush()
+
+    try:
+        run = config.stash[RUN] = _make_run(config)
+    except Infrastructure as error:
+        pytest.exit(f"kdtree: {error}", INFRASTRUCTURE)
+    if run is None:
+        return
+    say(f"matrix: {len(run.plan.expected)} cells expected on {', '.join(run.plan.devices)}, engine {run.plan.engine}")
+    for note in run.notes:
+        say(f"matrix: {note}")
+    try:
+        run.bundles = prepare(run.plan.engine, [parse(id) for id in run.plan.expected], say)
+    except Infrastructure as error:
+        run.problems.append(str(error))
+        run.finish()
+        pytest.exit(f"kdtree: {error}\nledger: {run.path}", INFRASTRUCTURE)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """xdist, in the controller: hand the run to a worker."""
+    run = node.config.stash.get(RUN, None)
+    if run is not None:
+        node.workerinput["kdtree"] = run.for_workers()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_handlecrashitem(crashitem: str, report: Any, sched: Any) -> None:
+    """xdist, in the controller: the worker died in this cell; whoever replaces it goes on with the next."""
+    run = sched.config.stash.get(RUN, None)
+    if run is None or f"{MATRIX.name}::" not in crashitem:
+        return
+    host, worker = sched.config.getoption("--host-name"), report.node.gateway.id
+    runner = Runner(run.plan.engine, {}, seconds=0, host=host, worker=worker)
+    point = parse(crashitem[crashitem.index("[") + 1 : -1])
+    with contextlib.suppress(LedgerError):  # it may have recorded the cell before it ended
+        ledgers.record(runner.blank(point, Verdict.ERROR, "the worker died in this cell"), run.run_dir)
+
+
+def _handed(config: pytest.Config) -> dict[str, Any] | None:
+    """The run as the process that runs the cells sees it."""
+    if _is_worker(config):
+        handed: dict[str, Any] | None = config.workerinput.get("kdtree")  # type: ignore[attr-defined]
+        return handed
+    run = config.stash.get(RUN, None)
+    return run.for_workers() if run is not None else None
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "cell" not in metafunc.fixturenames:
+        return
+    handed = _handed(metafunc.config)
+    if handed is not None:
+        ids = handed["expected"]
+    elif metafunc.config.getoption("collectonly"):
+        try:
+            devices, _ = usable_devices(
+                metafunc.config.getoption("--engine"), metafunc.config.getoption("--device"), []
+            )
+            ids = [point.id for point in expected(devices)]
+        except (Infrastructure, MatrixError) as error:
+            raise pytest.UsageError(str(error)) from error
+    else:
+        ids = []
+    metafunc.parametrize("cell", ids, ids=ids)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
+    """Keep the cells out of reach of other filters: the plan has applied ``-k`` to them, and expects the result."""
+    if _handed(config) is None:
+        items[:] = [item for item in items if item.path != MATRIX or config.getoption("collectonly")]
+        return (yield)
+    cells = [item for item in items if item.path == MATRIX]
+    items[:] = [item for item in items if item.path != MATRIX]
+    result = yield
+    items[:0] = cells
+    return result
+
+
+@pytest.fixture(scope="session")
+def cell_run(pytestconfig: pytest.Config) -> Iterator[CellRun]:
+    """Run one cell by id and store its record."""
+    handed = _handed(pytestconfig)
+    if handed is None:
+        raise RuntimeError("no run was planned")
+    run_dir = Path(handed["run_dir"])
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "")
+    bundles = {config: Path(path) for config, path in handed["bundles"].items()}
+    seconds = pytestconfig.getoption("--cell-timeout")
+    runner = Runner(
+        handed["engine"], bundles, seconds=seconds, host=pytestconfig.getoption("--host-name"), worker=worker
+    )
+
+    def on_hang(record: Cell) -> None:
+        ledgers.record(record, run_dir)
+        run = pytestconfig.stash.get(RUN, None)
+        if run is not None:  # no xdist: this process is the controller too, and nobody comes after it
+            run.finish()
+            print(f"\n{record.id}: {record.detail}\nledger: {run.path}", file=sys.__stderr__, flush=True)
+
+    def one(id: str) -> Cell:
+        record = runner.run(parse(id), on_hang)
+        ledgers.record(record, run_dir)
+        if runner.device_lost:
+            if worker:
+                os._exit(1)  # the context cannot be used again; xdist starts another worker
+            pytest.exit(f"kdtree: {record.detail}", INFRASTRUCTURE)
+        return record
+
+    yield one
+    runner.close()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    if _is_worker(session.config) or session.config.getoption("collectonly"):
+        return
+    run = session.config.stash.get(RUN, None)
+    if run is not None:
+        statuses = {exit_status(run.finish()), int(exitstatus)}
+        # 5 is pytest's "nothing collected": the ledger says the same with a better reason
+        session.exitstatus = next(status for status in (4, 3, 1, 2, 0) if status in statuses or status == 0)
+    elif exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED:
+        session.exitstatus = INFRASTRUCTURE
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    run = config.stash.get(RUN, None)
+    if run is not None and run.ledger is not None:
+        terminalreporter.section("validation matrix")
+        for line in ledgers.summary(run.ledger):
+            terminalreporter.write_line(line)
+        terminalreporter.write_line(f"ledger: {run.path}")
+    elif run is None and config.getoption("keyword") and not terminalreporter.stats.get("passed"):
+        terminalreporter.write_line(f"kdtree: -k {config.getoption('keyword')!r} matches no cell and no test")

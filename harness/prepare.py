@@ -1,0 +1,97 @@
+"""What a run will do, settled before any worker starts: devices, expected cells, the build, the bundles.
+
+Whatever stands in the way is an Infrastructure error with the remedy in its message, and the run's exit status is 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from harness import gpu
+from harness.engines import create, registered
+from harness.matrix import DEVICES, MatrixError, Point, expected, select
+
+Say = Callable[[str], None]
+
+
+class Infrastructure(Exception):
+    """A build, a bundle, a device or the configuration keeps the run from starting."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run expects, as values that can be handed to its workers."""
+
+    engine: str
+    devices: tuple[str, ...]
+    expected: tuple[str, ...]
+    """Cell ids in the order in which they run."""
+    filter: str
+    """The expression that chose them, ``""`` for all."""
+
+
+def usable_devices(engine: str, asked: Sequence[str], required: Sequence[str]) -> tuple[tuple[str, ...], str]:
+    """The devices whose cells are expected, and a note on one that is left out.
+
+    Without ``asked`` those are the CPU and, for the project's own engine, a usable GPU. Raises Infrastructure for a
+    device that was asked for or required and is not usable.
+    """
+    for device in (*asked, *required):
+        if device not in DEVICES:
+            raise Infrastructure(f"device {device!r} is none of {', '.join(DEVICES)}")
+    own = engine.partition(":")[0] == "csrc"
+    wanted = list(dict.fromkeys([*(asked or ["cpu"]), *required]))
+    reason = gpu.survey().reason if "cuda" in wanted or (own and not asked) else "not asked for"
+    if "cuda" in wanted and reason:
+        raise Infrastructure(f"device cuda was asked for and is not usable: {reason}")
+    if not asked and own and not reason and "cuda" not in wanted:
+        wanted.append("cuda")
+    note = f"no CUDA cells: {reason}" if own and not asked and reason else ""
+    return tuple(sorted(wanted, key=DEVICES.index)), note
+
+
+def plan(
+    engine: str, devices: Sequence[str], *, ids: Sequence[str] = (), expression: str = "", names: Sequence[str] = ()
+) -> Plan:
+    """The expected cells: all, or those that ``ids`` name, of them those that ``expression`` chooses.
+
+    Raises Infrastructure for a broken config, an unknown engine, or a choice that leaves nothing.
+    """
+    try:
+        if engine.partition(":")[0] not in registered():
+            raise Infrastructure(f"no engine is named {engine!r}; known: {', '.join(sorted(registered()))}")
+        points = expected(devices)
+        chosen: list[Point] = points
+        if ids:
+            unknown = sorted(set(ids) - {point.id for point in points})
+            if unknown:
+                raise Infrastructure(f"{unknown[0]} is no cell of this run; `kdtree matrix --list` shows their ids")
+            chosen = [point for point in points if point.id in ids]
+        if expression:
+            chosen = select(chosen, expression, names)
+    except MatrixError as error:
+        raise Infrastructure(str(error)) from error
+    text = " and ".join(filter(None, [" or ".join(sorted(ids)), expression]))
+    return Plan(engine, tuple(devices), tuple(point.id for point in chosen), text)
+
+
+def prepare(engine: str, points: Sequence[Point], say: Say) -> dict[str, Path]:
+    """Build the engine for every device of ``points`` and make their bundles; the bundles' paths by config.
+
+    Raises Infrastructure.
+    """
+    for device in dict.fromkeys(point.device for point in points):
+        try:
+            create(engine, device)
+        except Exception as error:
+            raise Infrastructure(
+                f"engine {engine!r} is not usable on {device}: {type(error).__name__}: {error}"
+            ) from error
+    from harness import bundles  # numpy and the reference, for runs alone
+
+    try:
+        return bundles.ensure(list(dict.fromkeys(point.config for point in points)), say=say)
+    except Exception as error:
+        raise Infrastructure(f"bundles: {type(error).__name__}: {error}") from error

@@ -1,0 +1,151 @@
+"""Runs cells and turns whatever happens into their records: results, errors by name, timeouts.
+
+Cells that share a bundle, a precision and a device share a session; one that saw a failure is closed, not shared on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import traceback
+import zlib
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from harness.cells import Cell, Findings, Verdict, judge
+from harness.checks import run_checks
+from harness.compare import exactly
+from harness.engines import create
+from harness.golden import Golden
+from harness.limit import CellTimeout, limit
+from harness.matrix import Point
+from harness.protocol import DeviceError, Engine, NonFiniteError, OutOfMemory, Session
+from harness.widths import MAX_ROWS
+
+KEPT_SESSIONS = 2  # the precisions of one bundle; more would hold memory that no neighbouring cell uses
+
+
+class Runner:
+    """One worker's engines and open sessions."""
+
+    def __init__(self, engine: str, bundles: Mapping[str, Path], *, seconds: float, host: str, worker: str) -> None:
+        """``bundles`` by config; ``seconds`` one cell may take."""
+        self._name, self._bundles, self._seconds = engine, bundles, seconds
+        self._host, self._worker = host, worker
+        self._engines: dict[str, Engine] = {}
+        self._sessions: OrderedDict[tuple[str, str, str], tuple[Session, Golden]] = OrderedDict()
+        self.device_lost = False
+        """A device failed for good: this process can run no further cell on it."""
+
+    def rerun_line(self, id: str) -> str:
+        """The line that runs one cell alone."""
+        engine = "" if self._name == "csrc" else f" --engine {self._name}"
+        return f"nox -s test -- -k {id}{engine}"
+
+    def blank(self, point: Point, verdict: Verdict, detail: str) -> Cell:
+        """A record without checks."""
+        return Cell(
+            id=point.id,
+            verdict=verdict,
+            detail=detail,
+            seed=zlib.crc32(point.id.encode()),
+            host=self._host,
+            worker=self._worker,
+            rerun=self.rerun_line(point.id),
+        )
+
+    def run(self, point: Point, on_hang: Callable[[Cell], None]) -> Cell:
+        """The cell's record; never raises for what the engine does.
+
+        ``on_hang`` gets the record when native code does not return and this process is about to end.
+        """
+        start = time.perf_counter()
+        late = self.blank(point, Verdict.TIMEOUT, f"took longer than {self._seconds:g} s")
+        try:
+            with limit(self._seconds, lambda: on_hang(late)):
+                cell = self._judge(point)
+        except CellTimeout:
+            cell = late
+        except NonFiniteError as error:
+            check = exactly("engine.finite", 1, Verdict.FAIL_NONFINITE, f"NonFiniteError: {error}")
+            cell = replace(self.blank(point, *judge([check])), checks=(check,))
+        except Exception as error:
+            frames = traceback.extract_tb(error.__traceback__)
+            where = f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else "?"
+            cell = self.blank(point, Verdict.ERROR, f"{type(error).__name__}: {error} (at {where})")
+            self.device_lost = isinstance(error, DeviceError) and not isinstance(error, OutOfMemory)
+        if cell.verdict is not Verdict.PASS:
+            self._drop(point)
+        return replace(cell, times={**cell.times, "total": time.perf_counter() - start})
+
+    def close(self) -> None:
+        """Close every session."""
+        while self._sessions:
+            _close(self._sessions.popitem()[1][0])
+
+    def _judge(self, point: Point) -> Cell:
+        start = time.perf_counter()
+        engine, session, golden = self._open(point)
+        loaded = time.perf_counter() - start
+        blank = self.blank(point, Verdict.PASS, "")
+        found: Findings = run_checks(engine, session, golden, point.drafter, blank.seed)
+        verdict, detail = judge(found.checks)
+        return replace(
+            blank,
+            verdict=verdict,
+            detail=detail,
+            checks=tuple(found.checks),
+            kernels=found.kernels,
+            times={"load": loaded, **found.times},
+            divergence=found.divergence,
+            step_errors=found.step_errors,
+            acceptance=found.acceptance,
+            bad_round=found.bad_round,
+        )
+
+    def _open(self, point: Point) -> tuple[Engine, Session, Golden]:
+        if point.device not in self._engines:
+            self._engines[point.device] = create(self._name, point.device)
+        engine = self._engines[point.device]
+        key = (point.device, point.config, point.precision)
+        if key not in self._sessions:
+            while len(self._sessions) >= KEPT_SESSIONS:
+                _close(self._sessions.popitem(last=False)[1][0])
+            path = self._bundles[point.config]
+            golden = Golden.open(path, point.precision)
+            rows = max(MAX_ROWS, int(golden.meta["run"]["budget"]) + 1)
+            self._sessions[key] = (engine.load(path, point.precision, max_rows=rows, poison=True), golden)
+        self._sessions.move_to_end(key)
+        return engine, *self._sessions[key]
+
+    def _drop(self, point: Point) -> None:
+        found = self._sessions.pop((point.device, point.config, point.precision), None)
+        if found:
+            _close(found[0])
+
+
+def _close(session: Session) -> None:
+    with contextlib.suppress(Exception):  # a session that failed may fail to close, and its cell is judged already
+        session.close()
+
+
+def describe(cell: Cell) -> str:
+    """A failed cell for its reader: what, where first, how far, and how to see it again."""
+    lines = [f"{cell.id}: {cell.verdict.value}", f"  {cell.detail}"]
+    lines += [f"  also: {check.sentence}" for check in [c for c in cell.checks if not c.ok][1:7]]
+    if cell.divergence:
+        d = cell.divergence
+        lines.append(
+            f"  first divergence: {d.tap} [{', '.join(map(str, d.index))}]: got {d.got:.9g}, want {d.want:.9g}, "
+        )
+        lines[-1] += f"allowed {d.allowed:.3g}, {d.count} elements beyond"
+    if cell.bad_round:
+        b = cell.bad_round
+        lines.append(f"  round {b.round}: got    tokens {list(b.got.tokens)} parents {list(b.got.parents)}")
+        lines[-1] += f" accepted {list(b.got.accepted)}"
+        lines.append(f"  round {b.round}: golden tokens {list(b.want.tokens)} parents {list(b.want.parents)}")
+        lines[-1] += f" accepted {list(b.want.accepted)}"
+    lines += [f"  seed {cell.seed}, host {cell.host}, worker {cell.worker or 'main'}", f"  again: {cell.rerun}"]
+    return "\n".join(lines)
