@@ -7,6 +7,9 @@ path. After some widths a random row's path is committed and decoding steps on f
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import numpy as np
 
 from harness.cells import Check, Verdict
@@ -22,19 +25,37 @@ COMMIT_EVERY = 8
 Prefix = tuple[int, ...]
 
 
-def _trie(
-    session: Session, context: Prefix, root: int, depth: int, rng: np.random.Generator, vocab: int
-) -> dict[Prefix, F32]:
-    """AR logits [V] after ``context + prefix`` for every prefix of the random paths; the paths share beginnings."""
-    known: dict[Prefix, F32] = {}
+@dataclass(frozen=True)
+class Tree:
+    """A tree to verify after ``context``: row 0 is the root."""
+
+    context: Prefix
+    paths: list[Prefix]
+    """Tokens from below the root to each row; the root's is empty."""
+    tokens: list[int]
+    parents: list[int]
+    commit: int
+    """The row whose path is committed afterwards, or -1."""
+    child: Prefix
+    """The path that steps on from there by one token."""
+
+
+def _draw_paths(depth: int, rng: np.random.Generator, vocab: int) -> list[Prefix]:
+    """Random paths below the root that share beginnings."""
     paths: list[Prefix] = []
     for _ in range(PATHS):
         shared = paths[rng.integers(len(paths))][: rng.integers(depth + 1)] if paths else ()
-        path = (*shared, *rng.integers(vocab, size=depth - len(shared)).tolist())
-        paths.append(path)
+        paths.append((*shared, *rng.integers(vocab, size=depth - len(shared)).tolist()))
+    return paths
+
+
+def _step_along(session: Session, context: Prefix, root: int, paths: list[Prefix]) -> dict[Prefix, F32]:
+    """AR logits [V] after ``context``, the root and every beginning of ``paths``."""
+    known: dict[Prefix, F32] = {}
+    for path in paths:
         session.reset()
         session.prefill(context)
-        for length in range(depth + 1):
+        for length in range(len(path) + 1):
             known[path[:length]] = session.step(path[length - 1] if length else root).copy()
     return known
 
@@ -54,32 +75,52 @@ def _grow(children: dict[Prefix, list[Prefix]], width: int, rng: np.random.Gener
     return rows, parents
 
 
-def check_widths(session: Session, golden: Golden, seed: int) -> Check:
-    """One check over all widths 1..65 (1 where the context ends at the root); the value counts wrong rows."""
+def draw(golden: Golden, seed: int) -> tuple[list[Prefix], list[Tree]]:
+    """The random paths below a root of the golden run, and a tree over them for every width 1..65.
+
+    Where the context ends at the root there is width 1 alone.
+    """
     rng = np.random.default_rng(seed)
     committed = int(rng.integers(len(golden.tokens)))
     context, root = (*golden.prompt, *golden.tokens[:committed]), golden.tokens[committed]
     depth = min(DEPTH, golden.field("max_context") - len(context) - 1)  # the root needs one position
-    widest = MAX_ROWS if depth > 0 else 1
-    known = _trie(session, context, root, depth, rng, golden.field("vocab_size"))
-    children: dict[Prefix, list[Prefix]] = {prefix: [] for prefix in known}
-    for prefix in known:
+    paths = _draw_paths(depth, rng, golden.field("vocab_size"))
+    prefixes = dict.fromkeys(path[:length] for path in paths for length in range(depth + 1))
+    children: dict[Prefix, list[Prefix]] = {prefix: [] for prefix in prefixes}
+    for prefix in prefixes:
         if prefix:
             children[prefix[:-1]].append(prefix)
+    trees = []
+    for width in range(1, (MAX_ROWS if depth > 0 else 1) + 1):
+        rows, parents = _grow(children, width, rng)
+        inner = [row for row, path in enumerate(rows) if children[path]]
+        commit = -1
+        child: Prefix = ()
+        if width % COMMIT_EVERY == 0 and inner:
+            commit = inner[rng.integers(len(inner))]
+            child = children[rows[commit]][0]
+        trees.append(Tree(context, rows, [root, *(path[-1] for path in rows[1:])], parents, commit, child))
+    return paths, trees
+
+
+def check_widths(session: Session, golden: Golden, seed: int) -> Check:
+    """One check over all widths; the value counts wrong rows."""
+    paths, trees = draw(golden, seed)
+    context, root = trees[0].context, trees[0].tokens[0]
+    known = _step_along(session, context, root, paths)
     wrong, detail, compared = 0, "", 0
     session.reset()
     session.prefill(context)
-    for width in range(1, widest + 1):
-        rows, parents = _grow(children, width, rng)
-        tokens = [root, *(path[-1] for path in rows[1:])]
-        logits = session.verify(tokens, parents)
-        results = [(f"width {width}, row {row}, path {list(path)}", logits[row], path) for row, path in enumerate(rows)]
-        inner = [row for row, path in enumerate(rows) if children[path]]
-        if width % COMMIT_EVERY == 0 and inner:
-            row = inner[rng.integers(len(inner))]
-            child = children[rows[row]][0]
-            session.commit(_ancestors(parents, row))
-            results.append((f"step after commit of row {row} at width {width}", session.step(child[-1]), child))
+    for tree in trees:
+        width = len(tree.tokens)
+        logits = session.verify(tree.tokens, tree.parents)
+        results = [
+            (f"width {width}, row {row}, path {list(path)}", logits[row], path) for row, path in enumerate(tree.paths)
+        ]
+        if tree.commit >= 0:
+            session.commit(ancestors(tree.parents, tree.commit))
+            what = f"step after commit of row {tree.commit} at width {width}"
+            results.append((what, session.step(tree.child[-1]), tree.child))
             session.reset()
             session.prefill(context)
         for what, got, path in results:
@@ -90,7 +131,8 @@ def check_widths(session: Session, golden: Golden, seed: int) -> Check:
     return exactly("widths", wrong, Verdict.FAIL_BITWISE, f"{wrong} of {compared} rows are not AR's; {detail}")
 
 
-def _ancestors(parents: list[int], row: int) -> list[int]:
+def ancestors(parents: Sequence[int], row: int) -> list[int]:
+    """Rows from the root to ``row``, both included."""
     path = [row]
     while parents[path[-1]] >= 0:
         path.append(parents[path[-1]])
