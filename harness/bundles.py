@@ -1,0 +1,250 @@
+"""Bundles made at run time from refs/, once whatever the number of processes, and checked against refs/bundles.lock.
+
+Guarantees: a path that `ensure` returns holds the bytes that the lock pins and that the sources as they stand make;
+each bundle is made by one process while the others wait, under a lock that the kernel drops when its owner dies; a
+file appears by rename, so a killed run leaves nothing that the next one trips over.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from harness.bundle_lock import (
+    LOCK,
+    UPDATE,
+    BundleError,
+    LockDiffers,
+    Pins,
+    first_difference,
+    pin_of,
+    read_lock,
+    sha256,
+)
+from harness.cells import FAILED, INFRASTRUCTURE, PASSED
+from harness.files import write_atomic
+from refs import generate, recipe
+from refs.errors import RefError
+
+ROOT = Path(__file__).resolve().parent.parent
+PROCESSES = 2
+UNUSED_SECONDS = 7 * 24 * 3600
+"""A cache folder of other sources that no run has used for so long is removed."""
+
+Say = Callable[[str], None]
+
+
+def source_key() -> str:
+    """A hash over everything under refs/ that a bundle's bytes depend on."""
+    digest = hashlib.sha256()
+    folder = ROOT / "refs"
+    files = [p for pattern in ("*.py", "configs/*.yaml") for p in folder.glob(pattern)]
+    for path in sorted(files, key=lambda p: p.relative_to(folder).as_posix()):
+        data = path.read_bytes()
+        digest.update(f"{path.relative_to(folder).as_posix()}\0{len(data)}\0".encode() + data)
+    return digest.hexdigest()
+
+
+def cache_folder() -> Path:
+    """Where bundles of these sources are kept: below ``KDTREE_BUNDLES``, or ``bundles/`` of the checkout."""
+    return Path(os.environ.get("KDTREE_BUNDLES") or ROOT / "bundles") / source_key()[:16]
+
+
+def ensure(
+    configs: Sequence[str] | None = None, out: Path | None = None, *, say: Say = lambda line: None
+) -> dict[str, Path]:
+    """The bundles of ``configs`` (default: all) as files of ``out`` (default: the cache), made where they are missing.
+
+    Raises `BundleError`, `LockDiffers` or a `RefError`; what could be made is then there all the same.
+    """
+    wanted = list(dict.fromkeys(configs)) if configs is not None else recipe.names()
+    for name in wanted:
+        recipe.load(name)  # a wrong name or file is an error before anything is made
+    folder = cache_folder() if out is None else out
+    folder.mkdir(parents=True, exist_ok=True)
+    if out is None:
+        os.utime(folder)
+        _drop_unused(folder)
+    pins, key = read_lock(), source_key()
+    missing = [name for name in wanted if not _is_current(folder, name, key, pins)]
+    if missing:
+        started = time.perf_counter()
+        say(f"bundles: making {len(missing)} of {len(wanted)} in {folder}")
+        if len(missing) > 1:
+            _make_side_by_side(missing, folder, say)
+        for name in missing:
+            with _owned(folder, name, say):
+                if not _is_current(folder, name, key, pins):
+                    _make(folder, name, key, pins, say)
+        say(f"bundles: {len(missing)} made and checked in {time.perf_counter() - started:.1f} s")
+    return {name: _path(folder, name) for name in wanted}
+
+
+def update_lock(configs: Sequence[str] | None = None, *, say: Say = lambda line: None) -> list[str]:
+    """Pin what the sources make; the names whose pins changed. Bundles whose config is gone are dropped."""
+    known = recipe.names()
+    before = read_lock() if LOCK.exists() else {}
+    pins = {name: pin for name, pin in before.items() if name in known}
+    folder = cache_folder()
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in configs or known:
+        with _owned(folder, name, say):
+            generate.write(name, _path(folder, name))
+            pins[name] = pin_of(_path(folder, name))
+            write_atomic(_stamp(folder, name), f"{source_key()} {pins[name]['sha256']}\n".encode())
+            say(f"bundles: {name} pinned as {pins[name]['sha256'][:16]}")
+    text = json.dumps({"bundles": pins}, indent=0, sort_keys=True) + "\n"
+    write_atomic(LOCK, text.encode())
+    return sorted(name for name in {*pins, *before} if pins.get(name) != before.get(name))
+
+
+def _path(folder: Path, name: str) -> Path:
+    return folder / f"{name}.kdtr"
+
+
+def _stamp(folder: Path, name: str) -> Path:
+    return folder / f".{name}.made"
+
+
+def _is_current(folder: Path, name: str, key: str, pins: Pins) -> bool:
+    """Whether the file is there, was made from these sources, and has the bytes that were made and are pinned."""
+    try:
+        made = _stamp(folder, name).read_text(encoding="ascii").split()
+        digest = sha256(_path(folder, name))
+    except (OSError, UnicodeDecodeError):
+        return False
+    return name in pins and made == [key, digest] and digest == pins[name]["sha256"]
+
+
+@contextlib.contextmanager
+def _owned(folder: Path, name: str, say: Say) -> Iterator[None]:
+    """Hold the bundle's lock; wait for another process that does, however it ends."""
+    with (folder / f".{name}.lock").open("wb") as handle:
+        if not _try_own(handle.fileno()):
+            say(f"bundles: {name} is being made by another process; waiting")
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        for litter in folder.glob(f".{name}.kdtr.*.part"):  # of a run that was killed: its owner is gone
+            litter.unlink(missing_ok=True)
+        yield
+
+
+def _try_own(handle: int) -> bool:
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _make(folder: Path, name: str, key: str, pins: Pins, say: Say) -> None:
+    """Make one bundle whose lock is held, check it, and stamp it. A wrong one is removed."""
+    started, path = time.perf_counter(), _path(folder, name)
+    try:
+        attempt = generate.write(name, path).attempt
+    except generate.GenerateError as error:
+        raise BundleError(str(error)) from error
+    made = pin_of(path)
+    if made != pins.get(name):
+        path.unlink()
+        if name not in pins:
+            raise LockDiffers(f"bundle {name}: {LOCK.name} does not pin it; {UPDATE} does")
+        raise LockDiffers(f"{first_difference(name, made, pins[name])}. If refs/ was meant to change: {UPDATE}")
+    write_atomic(_stamp(folder, name), f"{key} {made['sha256']}\n".encode())
+    say(f"bundles: {name} made in {time.perf_counter() - started:.1f} s (attempt {attempt})")
+
+
+def _make_side_by_side(names: Sequence[str], folder: Path, say: Say) -> None:
+    """Let processes make what nobody else is making; whatever they fail at, the caller meets itself."""
+    command = [sys.executable, "-m", "harness.bundles", "--worker", "--out", str(folder), *names]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
+    }
+    workers = [
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment)
+        for _ in range(min(PROCESSES, len(names)))
+    ]
+
+    def relay(worker: subprocess.Popen[str]) -> None:
+        for line in worker.stdout or ():
+            say(line.rstrip("\n"))
+
+    threads = [threading.Thread(target=relay, args=(worker,), daemon=True) for worker in workers]
+    try:
+        for thread in threads:
+            thread.start()
+        for worker, thread in zip(workers, threads, strict=True):
+            worker.wait()
+            thread.join()
+    finally:
+        for worker in workers:
+            if worker.poll() is None:
+                worker.kill()
+                worker.wait()
+
+
+def _work(names: Sequence[str], folder: Path) -> None:
+    """A side process: make each bundle that is missing and that nobody else is making."""
+    pins, key = read_lock(), source_key()
+    for name in names:
+        with (folder / f".{name}.lock").open("wb") as handle:
+            if _try_own(handle.fileno()) and not _is_current(folder, name, key, pins):
+                with contextlib.suppress(BundleError, RefError):  # the parent meets it again and reports it
+                    _make(folder, name, key, pins, lambda line: print(line, flush=True))
+
+
+def _drop_unused(current: Path) -> None:
+    """Remove cache folders of other sources that no run has asked for in a week."""
+    for folder in current.parent.iterdir():
+        is_ours = len(folder.name) == len(current.name) and all(c in "0123456789abcdef" for c in folder.name)
+        if is_ours and folder != current and time.time() - folder.stat().st_mtime > UNUSED_SECONDS:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def main(argv: Sequence[str]) -> int:
+    """``kdtree bundles``: exit status 0 when all are made as pinned, 1 when one differs from the lock, 3 otherwise."""
+    parser = argparse.ArgumentParser(prog="kdtree bundles", description="Regenerate bundles and check them.")
+    parser.add_argument("configs", nargs="*", metavar="CONFIG", help="default: all of refs/configs/")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="default: the cache (KDTREE_BUNDLES or bundles/)")
+    parser.add_argument("--update-lock", action="store_true", help="pin what the sources make; for maintainers")
+    parser.add_argument("--json", action="store_true", help="paths and hashes as JSON on standard output")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args(argv)
+    say: Say = lambda line: print(line, file=sys.stderr, flush=True)  # noqa: E731
+    try:
+        if options.worker:
+            _work(options.configs, options.out)
+            return PASSED
+        if options.update_lock:
+            changed = update_lock(options.configs or None, say=say)
+            say(f"bundles: {LOCK.name}: {len(changed)} changed{': ' if changed else ''}{', '.join(changed)}")
+        paths = ensure(options.configs or None, options.out, say=say)
+    except LockDiffers as error:
+        say(f"error: {error}")
+        return FAILED
+    except (BundleError, RefError, OSError) as error:
+        say(f"error: {error}")
+        return INFRASTRUCTURE
+    pins = read_lock()
+    if options.json:
+        rows = {name: {"path": str(path), "sha256": pins[name]["sha256"]} for name, path in paths.items()}
+        print(json.dumps(rows, indent=2))
+    else:
+        for name, path in paths.items():
+            print(f"{pins[name]['sha256'][:16]}  {path.stat().st_size / 1e6:7.2f} MB  {path}")
+    return PASSED
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
