@@ -1,0 +1,285 @@
+"""An authenticated SSH connection, hop by hop, with a limit on every wait and never a question to the user.
+
+Errors are ``ConnectionFailed`` (with the host's name, and what to do where that is known) or, for a host key that may
+not be trusted, ``known_hosts.HostKeyError``.
+"""
+
+from __future__ import annotations
+
+import base64
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import paramiko
+
+from harness import known_hosts
+from harness.hosts import Host, Limits
+from harness.ssh_route import Hop, RouteError, load_config, route
+
+T = TypeVar("T")
+
+logging.getLogger("paramiko").addHandler(logging.NullHandler())  # else its tracebacks go to stderr
+
+_DEFAULT_KEYS = ("id_ed25519", "id_ecdsa", "id_rsa")
+_FAST_CIPHERS = ("aes128-gcm@openssh.com", "aes256-gcm@openssh.com")  # one pass for secrecy and integrity
+
+
+class ConnectionFailed(Exception):
+    """No connection, or not as that user."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to connect, beside what ``hosts.yaml`` says."""
+
+    config: Path | None = None
+    """In place of the user's and the system's ssh_config."""
+    accept: tuple[str, ...] = ()
+    """Fingerprints of new host keys that the user accepts."""
+
+
+class CountedSocket(socket.socket):
+    """A socket that knows how many bytes went through it."""
+
+    sent = 0
+    received = 0
+
+    def send(self, data: Any, flags: int = 0) -> int:
+        count = super().send(data, flags)
+        self.sent += count
+        return count
+
+    def recv(self, size: int, flags: int = 0) -> bytes:
+        data = super().recv(size, flags)
+        self.received += len(data)
+        return data
+
+
+class Connection:
+    """The transports of one route; the last one reaches the host."""
+
+    def __init__(self, hops: list[Hop]) -> None:
+        self.hops = hops
+        self.transports: list[paramiko.Transport] = []
+        self.socket: CountedSocket | None = None
+
+    @property
+    def transport(self) -> paramiko.Transport:
+        return self.transports[-1]
+
+    @property
+    def wire_bytes(self) -> tuple[int, int]:
+        """Sent and received on the first hop, everything included; zeros behind a ProxyCommand."""
+        return (self.socket.sent, self.socket.received) if self.socket else (0, 0)
+
+    def execute(self, command: str, limit: float) -> paramiko.Channel:
+        """Start ``command`` on the host."""
+        try:
+            channel = self.transport.open_session(timeout=limit)
+            channel.settimeout(limit)
+            channel.exec_command(command)
+        except (paramiko.SSHException, EOFError, OSError) as error:
+            raise ConnectionFailed(
+                f"{self.hops[-1]}: no command can be started: {error or type(error).__name__}"
+            ) from None
+        return channel
+
+    def close(self) -> None:
+        """Close every hop, the innermost first. Never raises, never waits for the other side."""
+        for transport in reversed(self.transports):
+            with suppress(Exception):  # a dead link makes paramiko raise in many ways, and none matters any more
+                transport.close()
+        if self.socket:
+            with suppress(OSError):
+                self.socket.close()
+
+
+def connect(host: Host, options: Options) -> Connection:
+    """Connect to ``host`` through every hop of its route. Raises ConnectionFailed, HostKeyError."""
+    try:
+        hops = route(load_config(options.config), host.address, host.user, host.port)
+    except RouteError as error:
+        raise ConnectionFailed(str(error)) from None
+    connection = Connection(hops)
+    try:
+        for hop in hops:
+            sock = _socket(connection, hop, host.limits)
+            transport = paramiko.Transport(sock)
+            connection.transports.append(transport)
+            _handshake(transport, hop, host if hop is hops[-1] else None, host.limits, options)
+            _authenticate(transport, hop, host.limits)
+            transport.set_keepalive(max(1, int(host.limits.silence / 4)))
+    except BaseException as error:
+        connection.close()
+        if isinstance(error, (paramiko.SSHException, EOFError, OSError)):
+            raise ConnectionFailed(f"{hop}: {error or type(error).__name__}") from error
+        raise
+    return connection
+
+
+def _within(seconds: float, function: Callable[[], T], late: str) -> T:
+    """``function()``, in a thread that is given up after ``seconds``: name lookups and agents know no limit."""
+    results: list[T] = []
+    errors: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            results.append(function())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if thread.is_alive():
+        raise ConnectionFailed(f"{late} within {seconds:g} s")
+    if errors:
+        raise errors[0]
+    return results[0]
+
+
+def _socket(connection: Connection, hop: Hop, limits: Limits) -> Any:
+    """Something to speak SSH over: a TCP connection, a ProxyCommand, or a channel through the hop before."""
+    if connection.transports:
+        before = connection.hops[len(connection.transports) - 1]
+        try:
+            return connection.transport.open_channel(
+                "direct-tcpip", (hop.host, hop.port), ("127.0.0.1", 0), timeout=limits.connect
+            )
+        except paramiko.ChannelException as error:
+            raise ConnectionFailed(f"{hop}: the jump host {before} cannot reach it: {error.text}") from None
+        except (paramiko.SSHException, EOFError) as error:
+            raise ConnectionFailed(f"{hop}: the jump host {before} does not answer: {error}") from None
+    if hop.command:
+        return paramiko.ProxyCommand(hop.command)
+
+    def dial() -> CountedSocket:
+        sock = socket.create_connection((hop.host, hop.port), timeout=limits.connect)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return CountedSocket(sock.family, sock.type, sock.proto, fileno=sock.detach())
+
+    try:
+        connection.socket = _within(limits.connect, dial, f"{hop}: connect: no answer")
+    except TimeoutError:
+        raise ConnectionFailed(f"{hop}: connect: no answer within {limits.connect:g} s") from None
+    except socket.gaierror as error:
+        raise ConnectionFailed(
+            f"{hop}: {hop.host!r} is neither known to ssh_config nor to DNS: {error.strerror}"
+        ) from None
+    except OSError as error:
+        raise ConnectionFailed(f"{hop}: connect: {error.strerror or error}") from None
+    return connection.socket
+
+
+def _known_files(hop: Hop) -> list[Path]:
+    return [path for path in hop.known_hosts if path != Path("/dev/null")]
+
+
+def _handshake(transport: paramiko.Transport, hop: Hop, host: Host | None, limits: Limits, options: Options) -> None:
+    """Exchange keys and check the server's; ``host`` is given for the last hop, which may have a pinned key."""
+    name = hop.key_name or known_hosts.server_name(hop.host, hop.port)
+    files = _known_files(hop)
+    pin = host.host_key if host else None
+    if pin:
+        types = {known_hosts.pinned(pin)[0]}
+    else:
+        types = {known.type for known in known_hosts.find(files, name) if not known.marker}
+    security = transport.get_security_options()
+    # A server has keys of several types; ask for one that can be checked.
+    security.key_types = sorted(
+        security.key_types,
+        key=lambda t: (t.replace("rsa-sha2-512", "ssh-rsa").replace("rsa-sha2-256", "ssh-rsa")) not in types,
+    )
+    security.ciphers = sorted(security.ciphers, key=lambda c: c not in _FAST_CIPHERS)
+    transport.banner_timeout = limits.banner
+    transport.handshake_timeout = limits.connect
+    transport.auth_timeout = limits.auth
+    done = threading.Event()
+    began = time.monotonic()
+    transport.start_client(event=done)
+    while not done.wait(0.05):
+        waited = time.monotonic() - began
+        if not transport.remote_version and waited > limits.banner:
+            raise ConnectionFailed(f"{hop}: banner: connected, but the server says nothing within {limits.banner:g} s")
+        if transport.remote_version and waited > limits.banner + limits.connect:
+            raise ConnectionFailed(f"{hop}: key exchange: not finished within {limits.connect:g} s")
+    if not transport.is_active():
+        error = transport.get_exception()
+        if transport.remote_version:
+            raise ConnectionFailed(f"{hop}: key exchange: {error or 'the server closed the connection'}")
+        if time.monotonic() - began >= limits.banner:
+            raise ConnectionFailed(f"{hop}: banner: connected, but the server says nothing within {limits.banner:g} s")
+        raise ConnectionFailed(
+            f"{hop}: banner: no SSH server answers there, or it closed the connection at once ({error})"
+        )
+    key = transport.get_remote_server_key()
+    if pin:
+        known_hosts.check_pin(name, key.get_name(), key.asbytes(), pin)
+    else:
+        known_hosts.check(name, key.get_name(), key.asbytes(), files, options.accept)
+
+
+def _authenticate(transport: paramiko.Transport, hop: Hop, limits: Limits) -> None:
+    tried: list[str] = []
+
+    def attempt() -> bool:
+        for label, key in _keys(hop, tried):
+            try:
+                more = transport.auth_publickey(hop.user, key)
+            except paramiko.BadAuthenticationType as error:
+                raise ConnectionFailed(
+                    f"{hop}: auth: the server takes no keys from this user, only {', '.join(error.allowed_types)}"
+                ) from None
+            except paramiko.AuthenticationException:
+                tried.append(f"{label} refused")
+                if not transport.is_active():
+                    tried.append("then the server closed the connection")
+                    return False
+                continue
+            if more:
+                raise ConnectionFailed(
+                    f"{hop}: auth: the server wants {', '.join(more)} as well; only keys are supported"
+                )
+            return True
+        return False
+
+    if not _within(limits.auth, attempt, f"{hop}: auth: no answer"):
+        what = "; ".join(tried) or "no key found: start an SSH agent with one, or name one in ssh_config (IdentityFile)"
+        raise ConnectionFailed(f"{hop}: auth: user {hop.user} is refused ({what})")
+
+
+def _keys(hop: Hop, remarks: list[str]) -> Iterator[tuple[str, paramiko.PKey]]:
+    """Keys worth trying: what ssh_config names (by agent or by file), other agent keys, the usual files."""
+    named = list(hop.identities)
+    agent = {key.asbytes(): key for key in paramiko.Agent().get_keys()}
+    for path in named:
+        with suppress(OSError, IndexError, ValueError):
+            words = path.with_name(path.name + ".pub").read_text().split()
+            if key := agent.pop(base64.b64decode(words[1]), None):
+                yield f"{path} (agent)", key
+    for path in named:
+        yield from _file_key(path, remarks)
+    if not hop.identities_only:
+        for key in agent.values():
+            yield f"agent key {known_hosts.fingerprint(key.asbytes())}", key
+    if not named:
+        for name in _DEFAULT_KEYS:
+            yield from _file_key(Path("~/.ssh").expanduser() / name, remarks)
+
+
+def _file_key(path: Path, remarks: list[str]) -> Iterator[tuple[str, paramiko.PKey]]:
+    try:
+        yield str(path), paramiko.PKey.from_path(path)
+    except FileNotFoundError:
+        return
+    except TypeError:  # what cryptography raises for a key with a passphrase
+        remarks.append(f"{path} has a passphrase: ssh-add it")
+    except (OSError, ValueError, paramiko.SSHException, paramiko.pkey.UnknownKeyType) as error:
+        remarks.append(f"{path} unusable: {error}")
