@@ -244,6 +244,10 @@ class Backend {
   virtual void record_tree(const RecordTreeArgs&) = 0;
 };
 
+// device: cpu, cuda or cuda:N; DeviceError if there is none such in this build or machine.
+std::unique_ptr<Backend> make_backend(const std::string& device, bool poison);
+
+// threads 0: as the environment says (cpu/threads.h).
 std::unique_ptr<Backend> make_cpu_backend(int threads, bool poison);
 #ifdef KDTREE_CUDA
 std::unique_ptr<Backend> make_cuda_backend(int device, bool poison);

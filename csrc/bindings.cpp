@@ -1,0 +1,248 @@
+// torch.ops.kdtree: sessions by integer handle. Registration only; errors cross as `Name: text` (error.h).
+// Strings of the operating system come as u8 tensors, results go into tensors that the caller made.
+#include "bindings.h"
+
+#include <map>
+#include <mutex>
+#include <tuple>
+
+#include "decode.h"
+
+namespace kdtree {
+namespace {
+
+struct Entry {
+  std::mutex mutex;  // calls on one session take turns; torch releases the GIL around them
+  std::unique_ptr<Session> session;
+  std::vector<Session::TapRows> taps;
+};
+
+std::mutex g_mutex;
+std::map<int64_t, std::shared_ptr<Entry>> g_sessions;
+int64_t g_next = 1;
+
+// An open session, locked for as long as the object lives.
+class Locked {
+ public:
+  explicit Locked(int64_t handle) : entry_(find(handle)), lock_(entry_->mutex) {}
+  Session* operator->() const { return entry_->session.get(); }
+  std::vector<Session::TapRows>& taps() const { return entry_->taps; }
+
+ private:
+  static std::shared_ptr<Entry> find(int64_t handle) {
+    const std::lock_guard<std::mutex> lock(g_mutex);
+    const auto found = g_sessions.find(handle);
+    if (found == g_sessions.end()) throw Error("RequestError", "the session is closed");
+    return found->second;
+  }
+  std::shared_ptr<Entry> entry_;
+  std::unique_lock<std::mutex> lock_;
+};
+
+std::string text(const Tensor& bytes) {
+  const uint8_t* p = data<uint8_t>(bytes, "bytes");
+  return {p, p + bytes.numel()};
+}
+
+float* rows_out(const Tensor& out, int64_t rows, int64_t width) {
+  need(out.is_cpu(), "out", "is not on the CPU");
+  return sized<float>(out, rows * width, "out");
+}
+
+int64_t session_open(Tensor path, Tensor label, std::string device, std::string precision, int64_t context, int64_t max_rows,
+                     bool poison, bool graphs) {
+  const bool int4 = precision == "int4";
+  if (!int4 && precision != "fp32") throw Error("RequestError", "precision '" + precision + "', known are fp32 and int4");
+  auto file = KdtrFile::open(text(path), text(label));
+  auto entry = std::make_shared<Entry>();
+  entry->session = std::make_unique<Session>(make_backend(device, poison), std::move(file),
+                                             int4 ? WeightKind::kInt4 : WeightKind::kF32, context, max_rows, graphs);
+  const std::lock_guard<std::mutex> lock(g_mutex);
+  g_sessions[g_next] = std::move(entry);
+  return g_next++;
+}
+
+void session_close(int64_t handle) {
+  std::shared_ptr<Entry> entry;
+  {
+    const std::lock_guard<std::mutex> lock(g_mutex);
+    const auto found = g_sessions.find(handle);
+    if (found == g_sessions.end()) return;
+    entry = std::move(found->second);
+    g_sessions.erase(found);
+  }
+  const std::lock_guard<std::mutex> lock(entry->mutex);  // a call under way ends first
+  entry->session.reset();
+}
+
+std::vector<int64_t> session_sizes(int64_t handle) {
+  const Locked s(handle);
+  const ModelConfig& c = s->config();
+  return {c.vocab_size, c.hidden_size, c.num_layers, c.kv_lora_rank, c.qk_rope_head_dim, c.eos_id, s->context(), s->max_rows()};
+}
+
+int64_t session_length(int64_t handle) { return Locked(handle)->length(); }
+
+void session_reset(int64_t handle) { Locked(handle)->reset(); }
+
+void session_prefill(int64_t handle, Tensor tokens, Tensor out) {
+  const Locked s(handle);
+  const std::vector<int32_t> t = ints(tokens, "tokens");
+  s->prefill(t, rows_out(out, static_cast<int64_t>(t.size()), s->config().vocab_size));
+}
+
+void session_step(int64_t handle, int64_t token, Tensor out) {
+  const Locked s(handle);
+  if (token < 0 || token >= s->config().vocab_size) throw Error("TokenError", "token " + std::to_string(token) + " is not in the vocabulary");
+  s->step(static_cast<int32_t>(token), rows_out(out, 1, s->config().vocab_size));
+}
+
+void session_verify(int64_t handle, Tensor tokens, Tensor parents, Tensor out) {
+  const Locked s(handle);
+  const std::vector<int32_t> t = ints(tokens, "tokens");
+  s->verify(t, ints(parents, "parents"), rows_out(out, static_cast<int64_t>(t.size()), s->config().vocab_size));
+}
+
+void session_commit(int64_t handle, Tensor path) { Locked(handle)->commit(ints(path, "path")); }
+
+void session_cache(int64_t handle, int64_t layer, Tensor latent, Tensor k_rope) {
+  const Locked s(handle);
+  float* l = rows_out(latent, s->length(), s->config().kv_lora_rank);
+  s->cache(layer, l, rows_out(k_rope, s->length(), s->config().qk_rope_head_dim));
+}
+
+// `name values-a-row`, one tap a line; session_tap then copies the index-th one.
+std::string session_taps(int64_t handle, Tensor tokens, bool operations) {
+  const Locked s(handle);
+  s.taps() = s->taps(ints(tokens, "tokens"), operations);
+  std::string names;
+  for (const Session::TapRows& t : s.taps()) names += t.name + " " + std::to_string(t.dim) + "\n";
+  return names;
+}
+
+void session_tap(int64_t handle, int64_t index, Tensor out) {
+  const Locked s(handle);
+  need(index >= 0 && static_cast<size_t>(index) < s.taps().size(), "index", "names no tap");
+  const std::vector<float>& values = s.taps()[static_cast<size_t>(index)].values;
+  std::copy(values.begin(), values.end(), rows_out(out, static_cast<int64_t>(values.size()), 1));
+}
+
+int64_t decode_begin(int64_t handle, Tensor prompt, int64_t max_tokens, Tensor draft, bool tree, int64_t draft_first,
+                     int64_t block_size, int64_t budget, double temperature, int64_t seed, bool record) {
+  const Locked s(handle);
+  DecodeRequest r;
+  r.prompt = ints(prompt, "prompt");
+  r.max_tokens = max_tokens;
+  r.tree = tree;
+  need(draft.is_cpu() && draft.dim() == 2, "draft", "is not a matrix on the CPU");
+  r.draft = data<float>(draft, "draft");
+  r.draft_rows = draft.size(0);
+  r.draft_width = draft.size(1);
+  r.draft_first = draft_first;
+  r.block_size = block_size;
+  r.budget = budget;
+  r.temperature = temperature;
+  r.seed = static_cast<uint64_t>(seed);
+  r.record = record;
+  return s->begin(r);
+}
+
+std::vector<int64_t> wide(const std::vector<int32_t>& v) { return {v.begin(), v.end()}; }
+
+std::vector<int64_t> decode_round(int64_t handle, int64_t ticket) { return wide(Locked(handle)->round(ticket)); }
+
+void decode_run(int64_t handle, int64_t ticket) {
+  const Locked s(handle);
+  while (!s->round(ticket).empty()) {
+  }
+}
+
+std::tuple<std::vector<int64_t>, std::vector<int64_t>, bool, double, double> decode_result(int64_t handle, int64_t ticket) {
+  const Locked s(handle);
+  const DecodeResult& r = s->result(ticket);
+  return {wide(r.tokens), wide(r.accepted_per_round), r.eos, r.prefill_seconds, r.decode_seconds};
+}
+
+void decode_logits(int64_t handle, int64_t ticket, Tensor out) {
+  const Locked s(handle);
+  s->recorded_logits(ticket, rows_out(out, static_cast<int64_t>(s->result(ticket).tokens.size()) + 1, s->config().vocab_size));
+}
+
+// out: [rounds, 2 + 3*(budget+1)], see RecordTreeArgs.
+void decode_trees(int64_t handle, int64_t ticket, Tensor out) {
+  const Locked s(handle);
+  need(out.is_cpu(), "out", "is not on the CPU");
+  s->recorded_trees(ticket, sized<int32_t>(out, s->recorded_trees_size(ticket), "out"));
+}
+
+// `name count`, one kernel a line.
+std::string session_counters(int64_t handle) {
+  const Locked s(handle);
+  std::string lines;
+  for (const auto& [name, count] : s->backend().counters()) lines += name + " " + std::to_string(count) + "\n";
+  return lines;
+}
+
+void session_reset_counters(int64_t handle) { Locked(handle)->backend().reset_counters(); }
+
+std::string session_broken_guard(int64_t handle) { return Locked(handle)->backend().broken_guard(); }
+
+std::vector<int64_t> session_memory(int64_t handle) {
+  const MemoryInfo m = Locked(handle)->backend().memory();
+  return {static_cast<int64_t>(m.allocated), static_cast<int64_t>(m.peak)};
+}
+
+}  // namespace
+}  // namespace kdtree
+
+STABLE_TORCH_LIBRARY_FRAGMENT(kdtree, m) {
+  m.def("session_open(Tensor path, Tensor label, str device, str precision, int context, int max_rows, bool poison, bool graphs) -> int");
+  m.def("session_close(int handle) -> ()");
+  m.def("session_sizes(int handle) -> int[]");
+  m.def("session_length(int handle) -> int");
+  m.def("session_reset(int handle) -> ()");
+  m.def("session_prefill(int handle, Tensor tokens, Tensor(a!) out) -> ()");
+  m.def("session_step(int handle, int token, Tensor(a!) out) -> ()");
+  m.def("session_verify(int handle, Tensor tokens, Tensor parents, Tensor(a!) out) -> ()");
+  m.def("session_commit(int handle, Tensor path) -> ()");
+  m.def("session_cache(int handle, int layer, Tensor(a!) latent, Tensor(b!) k_rope) -> ()");
+  m.def("session_taps(int handle, Tensor tokens, bool operations) -> str");
+  m.def("session_tap(int handle, int index, Tensor(a!) out) -> ()");
+  m.def(
+      "decode_begin(int handle, Tensor prompt, int max_tokens, Tensor draft, bool tree, int draft_first, int block_size, int budget, "
+      "float temperature, int seed, bool record) -> int");
+  m.def("decode_round(int handle, int ticket) -> int[]");
+  m.def("decode_run(int handle, int ticket) -> ()");
+  m.def("decode_result(int handle, int ticket) -> (int[], int[], bool, float, float)");
+  m.def("decode_logits(int handle, int ticket, Tensor(a!) out) -> ()");
+  m.def("decode_trees(int handle, int ticket, Tensor(a!) out) -> ()");
+  m.def("session_counters(int handle) -> str");
+  m.def("session_reset_counters(int handle) -> ()");
+  m.def("session_broken_guard(int handle) -> str");
+  m.def("session_memory(int handle) -> int[]");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(kdtree, CompositeExplicitAutograd, m) {
+  m.impl("session_open", TORCH_BOX(&kdtree::session_open));
+  m.impl("session_close", TORCH_BOX(&kdtree::session_close));
+  m.impl("session_sizes", TORCH_BOX(&kdtree::session_sizes));
+  m.impl("session_length", TORCH_BOX(&kdtree::session_length));
+  m.impl("session_reset", TORCH_BOX(&kdtree::session_reset));
+  m.impl("session_prefill", TORCH_BOX(&kdtree::session_prefill));
+  m.impl("session_step", TORCH_BOX(&kdtree::session_step));
+  m.impl("session_verify", TORCH_BOX(&kdtree::session_verify));
+  m.impl("session_commit", TORCH_BOX(&kdtree::session_commit));
+  m.impl("session_cache", TORCH_BOX(&kdtree::session_cache));
+  m.impl("session_taps", TORCH_BOX(&kdtree::session_taps));
+  m.impl("session_tap", TORCH_BOX(&kdtree::session_tap));
+  m.impl("decode_begin", TORCH_BOX(&kdtree::decode_begin));
+  m.impl("decode_round", TORCH_BOX(&kdtree::decode_round));
+  m.impl("decode_run", TORCH_BOX(&kdtree::decode_run));
+  m.impl("decode_result", TORCH_BOX(&kdtree::decode_result));
+  m.impl("decode_logits", TORCH_BOX(&kdtree::decode_logits));
+  m.impl("decode_trees", TORCH_BOX(&kdtree::decode_trees));
+  m.impl("session_counters", TORCH_BOX(&kdtree::session_counters));
+  m.impl("session_reset_counters", TORCH_BOX(&kdtree::session_reset_counters));
+  m.impl("session_broken_guard", TORCH_BOX(&kdtree::session_broken_guard));
+  m.impl("session_memory", TORCH_BOX(&kdtree::session_memory));
+}

@@ -1,0 +1,183 @@
+// See config.h; docs/model.md states the fields, their ranges and the RoPE formulas.
+#include "config.h"
+
+#include <algorithm>
+#include <cmath>
+#include <string>
+
+namespace kdtree {
+namespace {
+
+constexpr int64_t kMaxInt = INT32_MAX;
+
+struct IntField {
+  const char* name;
+  int ModelConfig::*member;
+  int64_t low, high;
+};
+
+constexpr IntField kInts[] = {
+    {"hidden_size", &ModelConfig::hidden_size, 1, kMaxInt},
+    {"num_layers", &ModelConfig::num_layers, 1, kMaxInt},
+    {"first_k_dense", &ModelConfig::first_k_dense, 0, kMaxInt},
+    {"intermediate_size", &ModelConfig::intermediate_size, 1, kMaxInt},
+    {"moe_intermediate_size", &ModelConfig::moe_intermediate_size, 1, kMaxInt},
+    {"vocab_size", &ModelConfig::vocab_size, 1, kMaxInt},
+    {"num_heads", &ModelConfig::num_heads, 1, kMaxInt},
+    {"q_lora_rank", &ModelConfig::q_lora_rank, 1, kMaxInt},
+    {"kv_lora_rank", &ModelConfig::kv_lora_rank, 1, kMaxInt},
+    {"qk_nope_head_dim", &ModelConfig::qk_nope_head_dim, 1, kMaxInt},
+    {"qk_rope_head_dim", &ModelConfig::qk_rope_head_dim, 1, kMaxInt},
+    {"v_head_dim", &ModelConfig::v_head_dim, 1, kMaxInt},
+    {"n_routed_experts", &ModelConfig::n_routed_experts, 1, kMaxInt},
+    {"n_shared_experts", &ModelConfig::n_shared_experts, 0, kMaxInt},
+    {"num_experts_per_tok", &ModelConfig::num_experts_per_tok, 1, kMaxInt},
+    {"n_group", &ModelConfig::n_group, 1, kMaxInt},
+    {"topk_group", &ModelConfig::topk_group, 1, kMaxInt},
+    {"norm_topk_prob", &ModelConfig::norm_topk_prob, 0, 1},
+    {"rope_original_context", &ModelConfig::rope_original_context, 1, kMaxInt},
+    {"max_context", &ModelConfig::max_context, 1, kMaxInt},
+    {"eos_id", &ModelConfig::eos_id, -1, kMaxInt},
+    {"mask_id", &ModelConfig::mask_id, -1, kMaxInt},
+};
+
+struct FloatField {
+  const char* name;
+  double ModelConfig::*member;
+};
+
+constexpr FloatField kFloats[] = {
+    {"routed_scaling_factor", &ModelConfig::routed_scaling_factor},
+    {"rms_norm_eps", &ModelConfig::rms_norm_eps},
+    {"inner_norm_eps", &ModelConfig::inner_norm_eps},
+    {"rope_theta", &ModelConfig::rope_theta},
+    {"rope_factor", &ModelConfig::rope_factor},
+    {"rope_beta_fast", &ModelConfig::rope_beta_fast},
+    {"rope_beta_slow", &ModelConfig::rope_beta_slow},
+    {"rope_mscale", &ModelConfig::rope_mscale},
+    {"rope_mscale_all_dim", &ModelConfig::rope_mscale_all_dim},
+};
+
+class Checker {
+ public:
+  explicit Checker(const KdtrView& file) : file_(file) {}
+
+  [[noreturn]] void fail(const std::string& field, const std::string& reason) const {
+    throw Error("ConfigError", file_.label() + ": " + field + ": " + reason);
+  }
+  void need(bool good, const char* field, const std::string& reason) const {
+    if (!good) fail(field, reason);
+  }
+  FieldView get(const char* name, bool is_float) const {
+    const auto field = file_.find_field(name);
+    if (!field) fail(name, "missing");
+    if (field->is_float != is_float) fail(name, is_float ? "is an i64, must be an f64" : "is an f64, must be an i64");
+    return *field;
+  }
+  int integer(const IntField& f) const {
+    const int64_t v = get(f.name, false).i64;
+    if (v < f.low || v > f.high) {
+      fail(f.name, std::to_string(v) + " is not in " + std::to_string(f.low) + ".." + std::to_string(f.high));
+    }
+    return static_cast<int>(v);
+  }
+  // A width that operations keep in an int.
+  void width(const char* field, int64_t a, int64_t b) const {
+    if (b != 0 && a > kMaxInt / b) fail(field, std::to_string(a) + " * " + std::to_string(b) + " exceeds 2^31-1");
+  }
+
+ private:
+  const KdtrView& file_;
+};
+
+bool known(const std::string& name) {
+  const auto same = [&](const auto& f) { return name == f.name; };
+  return std::any_of(std::begin(kInts), std::end(kInts), same) || std::any_of(std::begin(kFloats), std::end(kFloats), same);
+}
+
+double mscale(const ModelConfig& c, double s) { return c.rope_factor > 1.0 ? 0.1 * s * std::log(c.rope_factor) + 1.0 : 1.0; }
+
+void check_relations(const ModelConfig& c, const Checker& check) {
+  const auto text = [](int v) { return std::to_string(v); };
+  check.need(c.first_k_dense <= c.num_layers, "first_k_dense",
+             text(c.first_k_dense) + " exceeds num_layers " + text(c.num_layers));
+  check.need(c.qk_rope_head_dim % 2 == 0, "qk_rope_head_dim", text(c.qk_rope_head_dim) + " is odd");
+  check.need(c.n_routed_experts % c.n_group == 0, "n_group",
+             text(c.n_group) + " does not divide n_routed_experts " + text(c.n_routed_experts));
+  check.need(c.topk_group <= c.n_group, "topk_group", text(c.topk_group) + " exceeds n_group " + text(c.n_group));
+  const int group = c.n_routed_experts / c.n_group;
+  check.need(c.n_group == 1 || group >= 2, "n_group", text(c.n_group) + " groups of one expert, a group needs two");
+  check.need(c.num_experts_per_tok <= static_cast<int64_t>(c.topk_group) * group, "num_experts_per_tok",
+             text(c.num_experts_per_tok) + " exceeds the experts of topk_group groups");
+  check.need(c.eos_id < c.vocab_size, "eos_id", text(c.eos_id) + " lies outside vocab_size " + text(c.vocab_size));
+  check.need(c.mask_id < c.vocab_size, "mask_id", text(c.mask_id) + " lies outside vocab_size " + text(c.vocab_size));
+  check.need(c.rms_norm_eps > 0, "rms_norm_eps", "must be above 0");
+  check.need(c.inner_norm_eps > 0, "inner_norm_eps", "must be above 0");
+  check.need(c.rope_theta > 1, "rope_theta", "must be above 1");
+  check.need(c.rope_factor >= 1, "rope_factor", "must be at least 1");
+  if (c.rope_factor > 1) {  // YaRN takes the logarithm of both and divides by an amplitude
+    check.need(c.rope_beta_fast > 0, "rope_beta_fast", "must be above 0");
+    check.need(c.rope_beta_slow > 0, "rope_beta_slow", "must be above 0");
+    check.need(mscale(c, c.rope_mscale_all_dim) > 0, "rope_mscale_all_dim", "makes the attention scale vanish");
+  }
+  const int64_t heads = c.num_heads;
+  check.width("num_heads", heads, static_cast<int64_t>(c.qk_nope_head_dim) + c.qk_rope_head_dim);
+  check.width("num_heads", heads, static_cast<int64_t>(c.qk_nope_head_dim) + c.v_head_dim);
+  check.width("num_heads", heads, c.kv_lora_rank);
+  check.width("kv_lora_rank", static_cast<int64_t>(c.kv_lora_rank) + c.qk_rope_head_dim, 1);
+  check.width("n_shared_experts", c.moe_intermediate_size, c.n_shared_experts);
+}
+
+}  // namespace
+
+double ModelConfig::attention_scale() const {
+  const double m = mscale(*this, rope_mscale_all_dim);
+  return m * m / std::sqrt(static_cast<double>(qk_nope_head_dim) + qk_rope_head_dim);
+}
+
+ModelConfig read_config(const KdtrView& file) {
+  const Checker check(file);
+  for (uint32_t i = 0; i < file.field_count(); ++i) {
+    const std::string name = file.field(i).name;
+    if (!known(name)) check.fail(name, "unknown field");
+  }
+  ModelConfig config{};
+  for (const IntField& f : kInts) config.*f.member = check.integer(f);
+  for (const FloatField& f : kFloats) config.*f.member = check.get(f.name, true).f64;
+  check_relations(config, check);
+  return config;
+}
+
+std::vector<float> rope_table(const ModelConfig& c, int positions) {
+  const double pi = 3.14159265358979323846, d = c.qk_rope_head_dim;
+  const int pairs = c.qk_rope_head_dim / 2;
+  const auto dim = [&](double turns) {
+    return d * std::log(c.rope_original_context / (2.0 * pi * turns)) / (2.0 * std::log(c.rope_theta));
+  };
+  std::vector<double> inv_freq(pairs);
+  for (int i = 0; i < pairs; ++i) {
+    const double extra = std::pow(c.rope_theta, -2.0 * i / d);
+    if (c.rope_factor <= 1.0) {
+      inv_freq[i] = extra;
+      continue;
+    }
+    const double low = std::max(std::floor(dim(c.rope_beta_fast)), 0.0);
+    double high = std::min(std::ceil(dim(c.rope_beta_slow)), d - 1.0);
+    if (low == high) high += 0.001;
+    const double ramp = std::clamp((i - low) / (high - low), 0.0, 1.0);
+    inv_freq[i] = extra / c.rope_factor * ramp + extra * (1.0 - ramp);
+  }
+  const double amplitude = mscale(c, c.rope_mscale) / mscale(c, c.rope_mscale_all_dim);
+  std::vector<float> table(static_cast<size_t>(positions) * pairs * 2);
+  for (int p = 0; p < positions; ++p) {
+    for (int i = 0; i < pairs; ++i) {
+      const double angle = p * inv_freq[i];
+      float* out = table.data() + (static_cast<size_t>(p) * pairs + i) * 2;
+      out[0] = static_cast<float>(std::cos(angle) * amplitude);
+      out[1] = static_cast<float>(std::sin(angle) * amplitude);
+    }
+  }
+  return table;
+}
+
+}  // namespace kdtree

@@ -1,0 +1,209 @@
+// The loop that serves AR and DDTree. A round runs wholly in the backend: tree, forward, choice, accept, compaction; the host
+// then learns what was accepted in one transfer. On a backend with graphs a round is one graph, captured per key.
+#include "decode.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <cstring>
+
+namespace kdtree {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+double seconds_since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
+
+std::string bits(double value) {
+  uint64_t b;
+  std::memcpy(&b, &value, sizeof b);
+  return std::to_string(b);
+}
+
+// A tree of `budget` nodes is never deeper than that, however far the draft reaches.
+int block_of(const DecodeRequest& r) { return static_cast<int>(std::min(r.block_size, r.budget + 1)); }
+
+}  // namespace
+
+void Session::check_request(const DecodeRequest& r) const {
+  const auto refuse = [](const char* name, const std::string& text) { throw Error(name, text); };
+  if (r.prompt.empty()) refuse("RequestError", "the prompt is empty");
+  check_tokens(r.prompt);
+  if (r.max_tokens < 0) refuse("RequestError", "max_tokens " + std::to_string(r.max_tokens) + " is negative");
+  const auto n = static_cast<int64_t>(r.prompt.size());
+  if (n > context_ || r.max_tokens > context_ - n) {
+    refuse("ContextOverflow", "a prompt of " + std::to_string(n) + " and max_tokens " + std::to_string(r.max_tokens) +
+                                  " exceed the session's context of " + std::to_string(context_));
+  }
+  if (!(r.temperature >= 0.0) || std::isinf(r.temperature)) {
+    refuse("RequestError", "temperature " + std::to_string(r.temperature) + " is not a finite number of at least 0");
+  }
+  if (!r.tree) return;
+  if (r.block_size < 1) refuse("RequestError", "block_size " + std::to_string(r.block_size) + " is below 1");
+  if (r.block_size > INT32_MAX) refuse("RequestError", "block_size " + std::to_string(r.block_size) + " exceeds 2^31-1");
+  if (r.budget < 0) refuse("RequestError", "budget " + std::to_string(r.budget) + " is negative");
+  if (r.budget >= max_rows_) {
+    refuse("RequestError", "budget " + std::to_string(r.budget) + " and the root need " + std::to_string(r.budget + 1) +
+                               " rows, the session's max_rows is " + std::to_string(max_rows_));
+  }
+  if (r.draft_width != config_.vocab_size) {
+    refuse("DrafterError", "draft logits are " + std::to_string(r.draft_width) + " wide, the vocabulary has " +
+                               std::to_string(config_.vocab_size));
+  }
+  if (r.draft_first < INT32_MIN / 2 || r.draft_first > INT32_MAX / 2 || r.draft_rows > INT32_MAX / 2) {
+    refuse("DrafterError", "the draft table's positions exceed 2^30");
+  }
+}
+
+// Makes room for what this request needs. A buffer that moves, or another depth of tree scratch, makes captured graphs stale.
+void Session::reserve(const DecodeRequest& r) {
+  bool moved = false;
+  const auto grow = [&](Buffer& buffer, size_t bytes, const char* what) {
+    if (bytes <= buffer.bytes()) return;
+    buffer = Buffer();
+    buffer = Buffer(*backend_, bytes, what);
+    moved = true;
+  };
+  const size_t v = static_cast<size_t>(config_.vocab_size), tokens = static_cast<size_t>(r.max_tokens);
+  if (r.tree) {
+    grow(draft_, sizeof(float) * v * static_cast<size_t>(r.draft_rows), "draft");
+    moved = forward_->need_scratch(backend_->tree_scratch(config_.vocab_size, block_of(r), static_cast<int>(r.budget))) || moved;
+  }
+  if (r.record) {
+    grow(logit_log_, sizeof(float) * v * tokens, "log.logits");
+    grow(tree_log_, sizeof(int32_t) * tokens * (2 + 3 * static_cast<size_t>(max_rows_)), "log.trees");
+  }
+  if (moved) backend_->drop_graphs();
+}
+
+void Session::prefill_bonus() {
+  const std::vector<int32_t>& prompt = request_.prompt;
+  for (size_t at = 0; at < prompt.size(); at += static_cast<size_t>(max_rows_)) {
+    const size_t n = std::min(prompt.size() - at, static_cast<size_t>(max_rows_));
+    run(chain(prompt, at, n), false, false, nullptr);
+    if (at + n == prompt.size()) {  // the last row alone decides what follows
+      const int last = static_cast<int>(n) - 1;
+      check_fault("prefill");
+      upload_state(length_, 1);
+      forward_->head(1, last);
+      select(1, last, request_.temperature);
+    }
+    check_fault("prefill");
+    length_ += static_cast<int>(n);
+  }
+  backend_->download(&state_.bonus, choice_.get(), sizeof(int32_t));
+  if (!request_.record) return;
+  first_logits_.resize(static_cast<size_t>(config_.vocab_size));
+  backend_->download(first_logits_.data(), forward_->logits(), sizeof(float) * first_logits_.size());
+}
+
+int64_t Session::begin(const DecodeRequest& request) {
+  check_request(request);
+  reset();
+  const auto start = Clock::now();
+  ++ticket_;
+  request_ = request;
+  result_ = DecodeResult{};
+  reserve(request_);
+  if (request_.tree && request_.draft_rows > 0) {
+    const size_t bytes = sizeof(float) * static_cast<size_t>(request_.draft_rows * request_.draft_width);
+    backend_->upload(draft_.get(), request_.draft, bytes);
+  }
+  request_.draft = nullptr;  // the caller's memory is not kept
+  width_ = request_.tree ? static_cast<int>(request_.budget) + 1 : 1;
+  keys_ = keys_bound(static_cast<int64_t>(request_.prompt.size()) + request_.max_tokens);
+  state_ = StepState{};
+  state_.seed_lo = static_cast<uint32_t>(request_.seed);
+  state_.seed_hi = static_cast<uint32_t>(request_.seed >> 32);
+  try {
+    prefill_bonus();
+  } catch (...) {
+    reset();
+    throw;
+  }
+  state_.limit = static_cast<int32_t>(request_.max_tokens);
+  state_.draft_first = static_cast<int32_t>(request_.draft_first);
+  state_.draft_rows = static_cast<int32_t>(request_.draft_rows);
+  upload_state(length_, 0);
+  key_ = (request_.tree ? "ddtree/" + std::to_string(block_of(request_)) : std::string("ar")) + "/" + std::to_string(width_) +
+         "/" + std::to_string(keys_) + "/" + bits(request_.temperature) + (request_.record ? "/record" : "");
+  running_ = request_.max_tokens > 0;
+  result_.prefill_seconds = seconds_since(start);
+  return ticket_;
+}
+
+void Session::forward_round() {
+  const kdtree::Rows rows = forward_->rows(width_);
+  StepState* state = forward_->state();
+  if (request_.tree) {
+    backend_->tree_build({draft_.f32(), config_.vocab_size, block_of(request_), width_ - 1, config_.eos_id, forward_->scratch(), rows,
+                          static_cast<double*>(scores_.get()), state});
+  } else {
+    backend_->tree_root(rows, state);
+  }
+  forward_->layers(width_, keys_);
+  forward_->head(width_);
+  select(width_, 0, request_.temperature);
+  backend_->accept({rows, choice_.i32(), config_.eos_id, accepted_.i32(), static_cast<RoundOut*>(out_.get()), state});
+  if (request_.record) {
+    const int entries = static_cast<int>(logit_log_.bytes() / (sizeof(float) * static_cast<size_t>(config_.vocab_size)));
+    backend_->record({logit_log_.f32(), forward_->logits(), config_.vocab_size, 0, entries, accepted_.i32(), width_, state});
+    backend_->record_tree({tree_log_.i32(), entries, width_, rows, accepted_.i32(), state});
+  }
+  backend_->kv_commit({forward_->cache().data(), config_.num_layers, config_.kv_lora_rank, config_.qk_rope_head_dim,
+                       accepted_.i32(), width_, forward_->scratch(), state});
+}
+
+std::vector<int32_t> Session::round(int64_t ticket) {
+  check_ticket(ticket);
+  if (!running_) return {};
+  const auto start = Clock::now();
+  backend_->step(key_, [this] { forward_round(); });
+  std::vector<unsigned char> raw(sizeof(RoundOut) + sizeof(int32_t) * static_cast<size_t>(width_));
+  backend_->download(raw.data(), out_.get(), raw.size());
+  RoundOut out;
+  std::memcpy(&out, raw.data(), sizeof out);
+  if (out.error != kFaultNone) {
+    reset();
+    raise(out.error, out.error_row, out.error_detail, "decode");
+  }
+  std::vector<int32_t> tokens(static_cast<size_t>(out.n_accepted));
+  std::memcpy(tokens.data(), raw.data() + offsetof(RoundOut, tokens), sizeof(int32_t) * tokens.size());
+  length_ = out.kv_len;
+  running_ = out.done == 0;
+  result_.eos = out.done == 2;
+  result_.tokens.insert(result_.tokens.end(), tokens.begin(), tokens.end());
+  result_.accepted_per_round.push_back(out.n_accepted);
+  result_.decode_seconds += seconds_since(start);
+  return tokens;
+}
+
+void Session::check_ticket(int64_t ticket) const {
+  if (ticket != ticket_ || ticket == 0) throw Error("RequestError", "this decode was ended by another call on its session");
+}
+
+const DecodeResult& Session::result(int64_t ticket) const {
+  check_ticket(ticket);
+  return result_;
+}
+
+void Session::recorded_logits(int64_t ticket, float* logits) {
+  check_ticket(ticket);
+  if (!request_.record) throw Error("RequestError", "the decode did not record");
+  std::memcpy(logits, first_logits_.data(), sizeof(float) * first_logits_.size());
+  const size_t bytes = sizeof(float) * first_logits_.size() * result_.tokens.size();
+  if (bytes > 0) backend_->download(logits + first_logits_.size(), logit_log_.get(), bytes);
+}
+
+int64_t Session::recorded_trees_size(int64_t ticket) const {
+  check_ticket(ticket);
+  return static_cast<int64_t>(result_.accepted_per_round.size()) * (2 + 3 * static_cast<int64_t>(width_));
+}
+
+void Session::recorded_trees(int64_t ticket, int32_t* trees) {
+  const auto bytes = sizeof(int32_t) * static_cast<size_t>(recorded_trees_size(ticket));
+  if (!request_.record) throw Error("RequestError", "the decode did not record");
+  if (bytes > 0) backend_->download(trees, tree_log_.get(), bytes);
+}
+
+}  // namespace kdtree

@@ -1,0 +1,118 @@
+// A session: a loaded model with its cache, and the AR and DDTree loops over it.
+//
+// Requests are checked before anything runs. A fault found by the backend during a step raises the error of its name; committed
+// rows are then as they were before the call (prefill, verify) or forgotten (decode), and the session goes on being usable.
+// Not thread-safe: callers serialise.
+#pragma once
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "model.h"
+
+namespace kdtree {
+
+struct DecodeRequest {
+  std::vector<int32_t> prompt;
+  int64_t max_tokens = 0;
+  bool tree = false;  // false: AR, and what follows up to `budget` is ignored
+  const float* draft = nullptr;  // host memory [draft_rows, draft_width]
+  int64_t draft_rows = 0, draft_width = 0, draft_first = 0;
+  int64_t block_size = 1, budget = 0;
+  double temperature = 0.0;
+  uint64_t seed = 0;
+  bool record = false;  // keep the logits of every committed row and every round's tree
+};
+
+struct DecodeResult {
+  std::vector<int32_t> tokens;
+  std::vector<int32_t> accepted_per_round;
+  bool eos = false;
+  double prefill_seconds = 0.0, decode_seconds = 0.0;
+};
+
+class Session {
+ public:
+  // context 0: the model's max_context.
+  Session(std::unique_ptr<Backend> backend, std::shared_ptr<const KdtrFile> file, WeightKind experts, int64_t context,
+          int64_t max_rows, bool graphs);
+
+  const ModelConfig& config() const { return config_; }
+  Backend& backend() { return *backend_; }
+  int length() const { return length_; }
+  int max_rows() const { return max_rows_; }
+  int context() const { return context_; }
+  void reset();
+
+  // Commits the tokens after what is there; logits: host [n, V] or null.
+  void prefill(const std::vector<int32_t>& tokens, float* logits);
+  void step(int32_t token, float* logits);
+  // Runs a tree, commits nothing; logits: host [M, V].
+  void verify(const std::vector<int32_t>& tokens, const std::vector<int32_t>& parents, float* logits);
+  void commit(const std::vector<int32_t>& path);
+  void cache(int64_t layer, float* latent, float* k_rope);
+
+  // Values a row and all rows of every tap, in the order of computation; ids are given as floats.
+  struct TapRows {
+    std::string name;
+    int dim;
+    std::vector<float> values;
+  };
+  std::vector<TapRows> taps(const std::vector<int32_t>& tokens, bool operations);
+
+  // Reset and prefill; the ticket names this decode in the calls below, which refuse another one's.
+  int64_t begin(const DecodeRequest& request);
+  // One forward: the tokens it committed; empty once the decode has ended.
+  std::vector<int32_t> round(int64_t ticket);
+  const DecodeResult& result(int64_t ticket) const;
+  // Logits of a recorded decode: host [T+1, V].
+  void recorded_logits(int64_t ticket, float* logits);
+  // Trees of a recorded DDTree decode: host int32 [rounds, 2 + 3*(budget+1)], as RecordTreeArgs lays them out.
+  void recorded_trees(int64_t ticket, int32_t* trees);
+  int64_t recorded_trees_size(int64_t ticket) const;  // integers
+
+ private:
+  struct Rows {  // host copy of a step's rows
+    std::vector<int32_t> tokens, parents;
+    int deepest;
+  };
+  void check_tokens(const std::vector<int32_t>& tokens) const;
+  void check_room(int64_t rows, const char* what) const;
+  void end_others();
+  void upload_rows(const Rows& rows);
+  void upload_state(int kv_len, int n_rows);
+  void run(const Rows& rows, bool graph, bool head, const Tap* tap);  // rows at length_, then the fault check
+  void select(int width, int first, double temperature);
+  void check_fault(const char* what);
+  [[noreturn]] void raise(int fault, int row, int detail, const char* what) const;
+  Rows chain(const std::vector<int32_t>& tokens, size_t from, size_t count) const;
+  int keys_bound(int64_t keys) const;
+
+  void check_request(const DecodeRequest& r) const;
+  void reserve(const DecodeRequest& r);
+  void prefill_bonus();
+  void forward_round();
+  void check_ticket(int64_t ticket) const;
+
+  std::unique_ptr<Backend> backend_;
+  std::shared_ptr<const KdtrFile> file_;
+  ModelConfig config_;
+  ModelWeights weights_;
+  int context_, max_rows_;
+  std::unique_ptr<Forward> forward_;
+  Buffer choice_, accepted_, scores_, out_;
+  Buffer draft_, logit_log_, tree_log_;  // grown on demand, kept between decodes
+  int length_ = 0;
+  StepState state_{};          // what the next step starts from
+  std::vector<int32_t> verified_;  // parents of the last verify; empty when there is nothing to commit
+
+  int64_t ticket_ = 0;
+  bool running_ = false;
+  DecodeRequest request_;
+  DecodeResult result_;
+  std::vector<float> first_logits_;
+  std::string key_;
+  int width_ = 1, keys_ = 1;
+};
+
+}  // namespace kdtree

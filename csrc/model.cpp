@@ -1,0 +1,174 @@
+// The forward pass, operation by operation; see model.h.
+#include "model.h"
+
+#include <algorithm>
+
+namespace kdtree {
+
+Forward::Forward(Backend& backend, const ModelConfig& config, const ModelWeights& weights, int context, int max_rows)
+    : backend_(backend), config_(config), weights_(weights), context_(context), max_rows_(max_rows), slots_(context + max_rows) {
+  const size_t m = static_cast<size_t>(max_rows);
+  const auto floats = [&](int dim, const char* what) { return Buffer(backend, sizeof(float) * m * static_cast<size_t>(dim), what); };
+  const auto ints = [&](size_t n, const char* what) { return Buffer(backend, sizeof(int32_t) * n, what); };
+  const ModelConfig& c = config;
+  state_ = Buffer(backend, sizeof(StepState), "state");
+  tokens_ = ints(m, "rows.tokens");
+  parents_ = ints(m, "rows.parents");
+  depths_ = ints(m, "rows.depths");
+  path_ = ints(m * m, "rows.path");
+  x_ = floats(c.hidden_size, "residual");
+  q_a_ = floats(c.q_lora_rank, "q_a");
+  kv_ = floats(c.kv_width(), "kv");
+  q_ = floats(c.q_width(), "q");
+  q_lat_ = floats(c.num_heads * c.kv_lora_rank, "q_lat");
+  q_rope_ = floats(c.num_heads * c.qk_rope_head_dim, "q_rope");
+  o_lat_ = floats(c.num_heads * c.kv_lora_rank, "o_lat");
+  o_ = floats(c.o_width(), "o");
+  logits_ = floats(c.vocab_size, "logits");
+  size_t scratch = 0;
+  const auto need = [&](size_t bytes) { scratch = std::max(scratch, bytes); };
+  need(backend.linear_scratch(c.q_lora_rank + c.kv_width(), c.hidden_size, max_rows));
+  need(backend.linear_scratch(c.q_width(), c.q_lora_rank, max_rows));
+  need(backend.linear_scratch(c.hidden_size, c.o_width(), max_rows));
+  need(backend.linear_scratch(c.vocab_size, c.hidden_size, max_rows));
+  need(backend.attention_scratch(dims(), max_rows, context));
+  need(backend.select_scratch(max_rows, c.vocab_size));
+  need(backend.commit_scratch(c.num_layers, c.kv_lora_rank, c.qk_rope_head_dim, max_rows));
+  if (c.first_k_dense > 0) {
+    act_ = floats(c.intermediate_size, "mlp.act");
+    need(backend.linear_scratch(2 * c.intermediate_size, c.hidden_size, max_rows));
+    need(backend.linear_scratch(c.hidden_size, c.intermediate_size, max_rows));
+  }
+  if (c.has_moe()) {
+    router_logits_ = floats(c.n_routed_experts, "router.logits");
+    ids_ = ints(m * static_cast<size_t>(c.num_experts_per_tok), "router.ids");
+    expert_weights_ = floats(c.num_experts_per_tok, "router.weights");
+    expert_act_ = Buffer(backend, sizeof(float) * m * c.num_experts_per_tok * c.moe_intermediate_size, "experts.act");
+    shared_act_ = floats(c.shared_inner(), "shared.act");
+    need(backend.linear_scratch(c.n_routed_experts, c.hidden_size, max_rows));
+    need(backend.moe_scratch(max_rows, c.num_experts_per_tok, c.n_routed_experts, c.moe_intermediate_size, c.hidden_size));
+  }
+  scratch_ = Buffer(backend, scratch, "scratch");
+  for (int i = 0; i < c.num_layers; ++i) {
+    const size_t slots = static_cast<size_t>(slots_);
+    latent_.emplace_back(backend, sizeof(float) * slots * c.kv_lora_rank, "cache.latent");
+    k_rope_.emplace_back(backend, sizeof(float) * slots * c.qk_rope_head_dim, "cache.k_rope");
+    cache_.push_back({latent_.back().f32(), k_rope_.back().f32(), slots_});
+  }
+  const std::vector<float> table = rope_table(config, context);
+  cos_sin_ = Buffer(backend, sizeof(float) * table.size(), "rope");
+  backend.upload(cos_sin_.get(), table.data(), cos_sin_.bytes());
+}
+
+bool Forward::need_scratch(size_t bytes) {
+  if (bytes <= scratch_.bytes()) return false;
+  scratch_ = Buffer();
+  scratch_ = Buffer(backend_, bytes, "scratch");
+  return true;
+}
+
+MlaDims Forward::dims() const {
+  const ModelConfig& c = config_;
+  return {c.num_heads, c.kv_lora_rank, c.qk_nope_head_dim, c.qk_rope_head_dim, c.v_head_dim};
+}
+
+Rows Forward::rows(int width, int first) const {
+  return {tokens_.i32() + first, parents_.i32() + first, depths_.i32() + first,
+          path_.i32() + static_cast<size_t>(first) * max_rows_, max_rows_, width};
+}
+
+void Forward::linear(int width, const float* x, const float* norm, double eps,
+                     std::vector<std::pair<const Weight*, float*>> parts, Epilogue epilogue) {
+  LinearArgs a{};
+  a.x = x;
+  a.ldx = parts[0].first->k;
+  a.norm_w = norm;
+  a.eps = static_cast<float>(eps);
+  a.parts = static_cast<int>(parts.size());
+  for (size_t i = 0; i < parts.size(); ++i) {
+    a.w[i] = *parts[i].first;
+    a.out[i] = parts[i].second;
+    a.ldo[i] = parts[i].first->n;
+  }
+  a.epilogue = epilogue;
+  a.scratch = scratch();
+  a.max_rows = width;
+  a.n_rows = n_rows();
+  backend_.linear(a);
+}
+
+void Forward::layers(int width, int max_keys, const Tap* tap, int kv_len) {
+  backend_.embed({x_.f32(), weights_.embed, config_.hidden_size, rows(width), n_rows()});
+  if (tap != nullptr) (*tap)("embed", x_.get(), config_.hidden_size, false);
+  for (int i = 0; i < config_.num_layers; ++i) {
+    attention(i, width, max_keys, tap, kv_len);
+    if (weights_.layers[i].moe) {
+      moe(i, width, tap);
+    } else {
+      dense(i, width, tap);
+    }
+    if (tap != nullptr) (*tap)("layers." + std::to_string(i) + ".out", x_.get(), config_.hidden_size, false);
+  }
+}
+
+void Forward::attention(int layer, int width, int max_keys, const Tap* tap, int kv_len) {
+  const LayerWeights& w = weights_.layers[layer];
+  const ModelConfig& c = config_;
+  const MlaDims d = dims();
+  const MlaCache cache = cache_[layer];
+  linear(width, x_.f32(), w.attn_norm, c.rms_norm_eps, {{&w.q_a, q_a_.f32()}, {&w.kv_a, kv_.f32()}}, Epilogue::kStore);
+  linear(width, q_a_.f32(), w.q_a_norm, c.inner_norm_eps, {{&w.q_b, q_.f32()}}, Epilogue::kStore);
+  backend_.mla_prepare({d, q_.f32(), kv_.f32(), w.kv_a_norm, static_cast<float>(c.inner_norm_eps), w.kv_b, cos_sin_.f32(),
+                        q_lat_.f32(), q_rope_.f32(), cache, rows(width), state()});
+  backend_.mla_attention({d, static_cast<float>(c.attention_scale()), q_lat_.f32(), q_rope_.f32(), cache, o_lat_.f32(), max_keys,
+                          scratch(), rows(width), state()});
+  backend_.mla_value({d, o_lat_.f32(), w.kv_b, o_.f32(), width, n_rows()});
+  linear(width, o_.f32(), nullptr, 0.0, {{&w.o, x_.f32()}}, Epilogue::kResidual);
+  if (tap == nullptr) return;
+  const auto show = [&](const char* name, const float* p, int dim) {
+    (*tap)("layers." + std::to_string(layer) + ".mla." + name, p, dim, false);
+  };
+  show("q_a", q_a_.f32(), c.q_lora_rank);
+  show("kv", kv_.f32(), c.kv_width());
+  show("q", q_.f32(), c.q_width());
+  show("q_lat", q_lat_.f32(), d.heads * d.rank);
+  show("q_rope", q_rope_.f32(), d.heads * d.rope);
+  show("latent", cache.latent + static_cast<size_t>(kv_len) * d.rank, d.rank);
+  show("k_rope", cache.k_rope + static_cast<size_t>(kv_len) * d.rope, d.rope);
+  show("o_lat", o_lat_.f32(), d.heads * d.rank);
+  show("o", o_.f32(), d.heads * d.v);
+  show("out", x_.f32(), c.hidden_size);
+}
+
+void Forward::dense(int layer, int width, const Tap* tap) {
+  const LayerWeights& w = weights_.layers[layer];
+  linear(width, x_.f32(), w.mlp_norm, config_.rms_norm_eps, {{&w.gate, act_.f32()}, {&w.up, act_.f32()}}, Epilogue::kSiluMul);
+  linear(width, act_.f32(), nullptr, 0.0, {{&w.down, x_.f32()}}, Epilogue::kResidual);
+  if (tap != nullptr) (*tap)("layers." + std::to_string(layer) + ".mlp.act", act_.get(), config_.intermediate_size, false);
+}
+
+void Forward::moe(int layer, int width, const Tap* tap) {
+  const LayerWeights& w = weights_.layers[layer];
+  const ModelConfig& c = config_;
+  const int k = c.num_experts_per_tok;
+  linear(width, x_.f32(), w.mlp_norm, c.rms_norm_eps, {{&w.router, router_logits_.f32()}}, Epilogue::kStore);
+  backend_.router({router_logits_.f32(), w.router_bias, c.n_routed_experts, k, c.n_group, c.topk_group, c.norm_topk_prob != 0,
+                   static_cast<float>(c.routed_scaling_factor), ids_.i32(), expert_weights_.f32(), layer, width, state()});
+  backend_.moe({x_.f32(), c.hidden_size, w.mlp_norm, static_cast<float>(c.rms_norm_eps), ids_.i32(), expert_weights_.f32(), k,
+                w.expert_gate, w.expert_up, w.expert_down, w.shared_gate, w.shared_up, w.shared_down, expert_act_.f32(),
+                shared_act_.f32(), x_.f32(), scratch(), width, n_rows()});
+  if (tap == nullptr) return;
+  const std::string at = "layers." + std::to_string(layer) + ".moe.";
+  (*tap)(at + "router_logits", router_logits_.get(), c.n_routed_experts, false);
+  (*tap)(at + "ids", ids_.get(), k, true);
+  (*tap)(at + "weights", expert_weights_.get(), k, false);
+  (*tap)(at + "act", expert_act_.get(), k * c.moe_intermediate_size, false);
+  if (c.n_shared_experts > 0) (*tap)(at + "shared_act", shared_act_.get(), c.shared_inner(), false);
+}
+
+void Forward::head(int width, int first) {
+  linear(width, x_.f32() + static_cast<size_t>(first) * config_.hidden_size, weights_.final_norm, config_.rms_norm_eps,
+         {{&weights_.lm_head, logits_.f32()}}, Epilogue::kStore);
+}
+
+}  // namespace kdtree

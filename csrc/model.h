@@ -1,0 +1,113 @@
+// The model over a backend: its weights, the buffers of a step, and the forward pass of docs/model.md.
+//
+// Nothing here knows which backend it runs on: memory of the backend is never read or written except by its operations.
+#pragma once
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "config.h"
+#include "kdtr.h"
+#include "ops.h"
+
+namespace kdtree {
+
+// A buffer in a backend's memory, freed with its owner.
+class Buffer {
+ public:
+  Buffer() = default;
+  Buffer(Backend& backend, size_t bytes, const char* what) : backend_(&backend), p_(backend.alloc(bytes, what)), bytes_(bytes) {}
+  Buffer(Buffer&& other) noexcept { swap(other); }
+  Buffer& operator=(Buffer&& other) noexcept {
+    swap(other);
+    return *this;
+  }
+  ~Buffer() {
+    if (p_ != nullptr) backend_->free(p_);
+  }
+  size_t bytes() const { return bytes_; }
+  void* get() const { return p_; }
+  float* f32() const { return static_cast<float*>(p_); }
+  int32_t* i32() const { return static_cast<int32_t*>(p_); }
+
+ private:
+  void swap(Buffer& other) {
+    std::swap(backend_, other.backend_);
+    std::swap(p_, other.p_);
+    std::swap(bytes_, other.bytes_);
+  }
+  Backend* backend_ = nullptr;
+  void* p_ = nullptr;
+  size_t bytes_ = 0;
+};
+
+struct LayerWeights {
+  const float *attn_norm, *mlp_norm, *q_a_norm, *kv_a_norm;
+  Weight q_a, q_b, kv_a, o;
+  const float* kv_b;
+  Weight gate, up, down;                       // dense layers
+  Weight router;                               // MoE layers, as all that follows
+  const float* router_bias;
+  Weight expert_gate, expert_up, expert_down;
+  Weight shared_gate, shared_up, shared_down;  // n == 0 without shared experts
+  bool moe;
+};
+
+struct ModelWeights {
+  const float* embed;
+  const float* final_norm;
+  Weight lm_head;
+  std::vector<LayerWeights> layers;
+};
+
+// MissingTensor if a tensor is absent or has another type or shape. The file must outlive what is returned.
+ModelWeights load_weights(Backend& backend, const KdtrView& file, const ModelConfig& config, WeightKind experts);
+
+// Called after an operation with the rows it wrote: name, address in the backend's memory, values a row, whether they are i32.
+using Tap = std::function<void(const std::string& name, const void* rows, int dim, bool is_int)>;
+
+// The rows of a step and everything computed from them, for steps of up to max_rows rows in a cache of `context` positions.
+class Forward {
+ public:
+  Forward(Backend& backend, const ModelConfig& config, const ModelWeights& weights, int context, int max_rows);
+
+  // From rows (and state) to the residual stream after the last layer. width: bound on the rows of this step; max_keys: on the
+  // keys a row sees. A tap needs kv_len, the position of row 0, to find the cache rows.
+  void layers(int width, int max_keys, const Tap* tap = nullptr, int kv_len = 0);
+
+  // logits of the rows first .. first + width - 1 of the residual stream, of which state->n_rows count.
+  void head(int width, int first = 0);
+
+  Rows rows(int width, int first = 0) const;
+  StepState* state() const { return static_cast<StepState*>(state_.get()); }
+  float* logits() const { return logits_.f32(); }
+  const std::vector<MlaCache>& cache() const { return cache_; }
+  void* scratch() const { return scratch_.get(); }
+  int max_rows() const { return max_rows_; }
+  int slots() const { return slots_; }
+  // Makes the scratch at least so large. Graphs captured before are then stale: true says so.
+  bool need_scratch(size_t bytes);
+
+ private:
+  void attention(int layer, int width, int max_keys, const Tap* tap, int kv_len);
+  void dense(int layer, int width, const Tap* tap);
+  void moe(int layer, int width, const Tap* tap);
+  void linear(int width, const float* x, const float* norm, double eps, std::vector<std::pair<const Weight*, float*>> parts,
+              Epilogue epilogue);
+  const int32_t* n_rows() const { return &state()->n_rows; }
+  MlaDims dims() const;
+
+  Backend& backend_;
+  const ModelConfig& config_;
+  const ModelWeights& weights_;
+  const int context_, max_rows_, slots_;
+  Buffer state_, tokens_, parents_, depths_, path_, cos_sin_;
+  Buffer x_, q_a_, kv_, q_, q_lat_, q_rope_, o_lat_, o_, act_, logits_;
+  Buffer router_logits_, ids_, expert_weights_, expert_act_, shared_act_;
+  Buffer scratch_;
+  std::vector<Buffer> latent_, k_rope_;
+  std::vector<MlaCache> cache_;
+};
+
+}  // namespace kdtree
