@@ -23,7 +23,7 @@ Bytes = npt.NDArray[np.uint8]
 READ_BLOCK = (
     16 << 20
 )  # long enough for the disk's full speed, short enough that all buffers together stay below 100 MiB
-QUANTISE_BLOCK = 2 << 20  # quantising keeps several float64 copies of its block
+QUANTISE_COPIES = 8  # quantising keeps about so many copies of its block
 
 
 class BadValue(ValueError):
@@ -65,11 +65,12 @@ class Piece:
     out_bytes: int
     """A row's bytes in the output."""
     convert: Convert
-    block: int = READ_BLOCK
+    copies: int = 1
+    """How many times a block's bytes the conversion needs for itself."""
 
     def blocks(self) -> list[tuple[int, int]]:
-        """(first row, rows) of each block, in order; a block has at most ``block`` bytes but at least one row."""
-        step = max(1, self.block // self.in_bytes)
+        """(first row, rows) of each block, in order; its copies fit into READ_BLOCK, but it has at least one row."""
+        step = max(1, READ_BLOCK // self.copies // self.in_bytes)
         end = self.first_row + self.rows
         return [(row, min(step, end - row)) for row in range(self.first_row, end, step)]
 

@@ -126,7 +126,8 @@ def read_config(
         reason = f"unknown, and might change the arithmetic: {listed}. If it does not, add --ignore-field for it"
         raise text.fail(min(unknown).removeprefix(text.prefix), reason)
     has_mtp = bool(text.values.get("num_nextn_predict_layers") or text.values.get("num_mtp_layers"))
-    return HfConfig(file, outer_kind, fields, quantization if quantization.values else None, nested, tied, has_mtp, unread)
+    packed = quantization if quantization.values else None
+    return HfConfig(file, outer_kind, fields, packed, nested, tied, has_mtp, unread)
 
 
 def _positive(fields: Fields, name: str) -> float:

@@ -66,8 +66,9 @@ def read_packing(config: Fields) -> Packing:
     targets: list[str] = []
     for name in groups.values:
         targets += _read_group(groups.inner(name))
+    packing = Packing(tuple(targets), tuple(_patterns(config, "ignore")))
     _refuse_unread(config, CONFIG_INERT)
-    return Packing(tuple(targets), tuple(_patterns(config, "ignore")))
+    return packing
 
 
 def _read_group(group: Fields) -> list[str]:
@@ -90,8 +91,9 @@ def _read_group(group: Fields) -> list[str]:
             raise weights.fail(name, "missing")
         weights.demand(name, allowed, why)
     _refuse_unread(weights, WEIGHT_INERT)
+    targets = _patterns(group, "targets")
     _refuse_unread(group, GROUP_INERT)
-    return _patterns(group, "targets")
+    return targets
 
 
 def _patterns(fields: Fields, name: str) -> list[str]:

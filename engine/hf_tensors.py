@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from engine.convert import QUANTISE_BLOCK, TO_F32, TO_SCALE, Convert, Piece, copy, pad_nibbles, quantise
+from engine.convert import QUANTISE_COPIES, TO_F32, TO_SCALE, Convert, Piece, copy, pad_nibbles, quantise
 from engine.hf_config import HfConfig
 from engine.hf_quantization import FP8_REMEDY, read_packing
 from engine.hf_slice import Selection, sliced
@@ -198,7 +198,7 @@ class Planner:
         if kind == "w":
             return _rows(source, k, 4 * k, to_f32)
         out = 16 * groups(k) if kind == "qw" else 2 * groups(k)
-        return replace(_rows(source, k, out, quantise(k, kind, to_f32)), block=QUANTISE_BLOCK)
+        return replace(_rows(source, k, out, quantise(k, kind, to_f32)), copies=QUANTISE_COPIES)
 
     def _packed(self, module: str, kind: str) -> Piece:
         """One expert's nibbles (``qw``) or scales (``sc``)."""

@@ -152,8 +152,7 @@ def run(args: argparse.Namespace, out: TextIO, err: TextIO) -> int:
         "bytes": stream.file_size,
         "tensors": len(tensors),
         "seconds": round(time.monotonic() - started, 3),
-        "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        * (1 if sys.platform == "darwin" else 1024),
+        "peak_rss_bytes": _peak_rss(),
     }
     if args.json:
         json.dump(result, out, indent=2, sort_keys=True)
@@ -163,6 +162,16 @@ def run(args: argparse.Namespace, out: TextIO, err: TextIO) -> int:
         size, seconds = stream.file_size, result["seconds"]
         out.write(f"{verb} {args.output}: {len(tensors)} tensors, {size / 1e9:.3f} GB, {seconds:.1f} s\n")
     return DONE
+
+
+def _peak_rss() -> int:
+    """The most bytes this process had resident; Linux's ``ru_maxrss`` counts the parent at the fork as well."""
+    try:
+        text = Path("/proc/self/status").read_text()
+        return int(text.split("VmHWM:")[1].split()[0]) * 1024
+    except (OSError, IndexError, ValueError):
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if sys.platform == "darwin" else peak * 1024
 
 
 def _notes(hf: HfConfig, plan: Plan, end_token: str) -> Iterator[str]:
