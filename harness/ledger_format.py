@@ -96,6 +96,10 @@ def _decode(kind: Any, value: Any, where: str) -> Any:
     return value
 
 
+def _inside(where: str, name: str) -> str:
+    return f"{where}{name}" if where.endswith(" ") else f"{where}.{name}"
+
+
 def _decode_fields(kind: type, value: Any, where: str) -> Any:
     if not isinstance(value, dict):
         raise LedgerError(f"{where}: is {type(value).__name__}, not an object")
@@ -103,8 +107,8 @@ def _decode_fields(kind: type, value: Any, where: str) -> Any:
     names = [f.name for f in fields(kind)]
     known = {*names, "ok"} if kind is Check else set(names)
     for name in sorted(known ^ set(value)):
-        raise LedgerError(f"{where}.{name}: {'missing' if name in known else 'unknown field'}")
-    decoded = kind(**{name: _decode(hints[name], value[name], f"{where}.{name}") for name in names})
+        raise LedgerError(f"{_inside(where, name)}: {'missing' if name in known else 'unknown field'}")
+    decoded = kind(**{name: _decode(hints[name], value[name], _inside(where, name)) for name in names})
     if isinstance(decoded, Check) and value["ok"] is not decoded.ok:
         raise LedgerError(
             f"{where}.ok: says {value['ok']!r}, but {decoded.value} against {decoded.allowed} is {decoded.ok}"
@@ -145,20 +149,23 @@ def _open(data: bytes, where: str) -> dict[str, Any]:
 
 
 def _check_cell(cell: Cell, where: str) -> None:
+    for i, check in enumerate(cell.checks):
+        if not check.verdict.value.startswith("FAIL_"):
+            raise LedgerError(f"{_inside(where, f'checks[{i}]')}.verdict: {check.verdict.value} is no failure")
     verdict, _ = judge(cell.checks)
     if cell.verdict is Verdict.PASS and not cell.checks:
-        raise LedgerError(f"{where}.verdict: PASS without a check")
+        raise LedgerError(f"{_inside(where, 'verdict')}: PASS without a check")
     if cell.verdict not in (verdict, Verdict.ERROR, Verdict.TIMEOUT, Verdict.NOT_RUN):
-        raise LedgerError(f"{where}.verdict: {cell.verdict.value}, but its checks say {verdict.value}")
+        raise LedgerError(f"{_inside(where, 'verdict')}: {cell.verdict.value}, but its checks say {verdict.value}")
     for name, seconds in cell.times.items():
         if not math.isfinite(seconds) or seconds < 0:
-            raise LedgerError(f"{where}.times.{name}: {seconds} is not a duration")
+            raise LedgerError(f"{_inside(where, 'times')}.{name}: {seconds} is not a duration")
 
 
 def parse_cell(data: bytes, where: str) -> Cell:
     """A cell from its file's bytes; ``where`` names the file in errors. Raises LedgerError."""
-    cell = typing.cast(Cell, _decode(Cell, _open(data, where), where))
-    _check_cell(cell, where)
+    cell = typing.cast(Cell, _decode(Cell, _open(data, where), f"{where}: "))
+    _check_cell(cell, f"{where}: ")
     return cell
 
 
@@ -167,7 +174,7 @@ def parse_ledger(data: bytes, where: str) -> Ledger:
     content = _open(data, where)
     if content.get("schema") != SCHEMA:
         raise LedgerError(f"{where}: schema: {content.get('schema')!r}, this harness reads {SCHEMA}")
-    ledger = typing.cast(Ledger, _decode(Ledger, content, where))
+    ledger = typing.cast(Ledger, _decode(Ledger, content, f"{where}: "))
     if list(ledger.expected) != sorted(set(ledger.expected)):
         raise LedgerError(f"{where}: expected: not sorted, or an id occurs twice")
     hosts = tuple(ledger.environments) if ledger.per_host else (None,)

@@ -89,9 +89,9 @@ def prepare(engine: str, points: Sequence[Point], say: Say) -> dict[str, Path]:
             raise Infrastructure(
                 f"engine {engine!r} is not usable on {device}: {type(error).__name__}: {error}"
             ) from error
-    from harness import bundles  # numpy and the reference, for runs alone
+    from harness.bundles import ensure  # numpy and the reference, for runs alone
 
     try:
-        return bundles.ensure(list(dict.fromkeys(point.config for point in points)), say=say)
+        return ensure(list(dict.fromkeys(point.config for point in points)), say=say)
     except Exception as error:
         raise Infrastructure(f"bundles: {type(error).__name__}: {error}") from error
