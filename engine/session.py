@@ -1,0 +1,254 @@
+"""Sessions over the extension: arguments into tensors, results into numpy arrays, nothing else."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from engine.library import library, named_errors
+from harness.protocol import F32, Decoded, DecodeRequest, DrafterError, RequestError, Round, TokenError
+
+I32 = npt.NDArray[np.int32]
+
+
+def _bytes(data: bytes) -> Any:
+    import torch
+
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+
+
+def _ints(values: Sequence[int], what: str, error: type[Exception] = RequestError) -> Any:
+    import torch
+
+    wide = np.asarray(list(values), dtype=object)
+    for i, value in enumerate(wide):
+        if not isinstance(value, (int, np.integer)) or not -(2**31) <= value < 2**31:
+            raise error(f"{what} {value!r} at index {i} is no 32-bit integer")
+    return torch.from_numpy(wide.astype(np.int32))
+
+
+def _out(array: npt.NDArray[Any]) -> Any:
+    import torch
+
+    return torch.from_numpy(array)
+
+
+class CsrcSession:
+    """A `harness.protocol.Session` on ``csrc/``. Calls from several threads take turns."""
+
+    def __init__(self, ops: Any, handle: int) -> None:
+        self._ops, self._handle = ops, handle
+        sizes = ops.session_sizes(handle)
+        self.vocab, self.hidden, self.layers, self.rank, self.rope, self.eos_id, self.context, self.max_rows = sizes
+
+    @property
+    def length(self) -> int:
+        """Committed rows."""
+        with named_errors():
+            return int(self._ops.session_length(self._handle))
+
+    def reset(self) -> None:
+        """Forget all rows."""
+        with named_errors():
+            self._ops.session_reset(self._handle)
+
+    def prefill(self, tokens: Sequence[int]) -> F32:
+        """Commit ``tokens``; logits [n, V]."""
+        rows = _ints(tokens, "token", TokenError)
+        out = np.empty((len(rows), self.vocab), np.float32)
+        with named_errors():
+            self._ops.session_prefill(self._handle, rows, _out(out))
+        return out
+
+    def step(self, token: int) -> F32:
+        """Commit one token; logits [V]."""
+        out = np.empty(self.vocab, np.float32)
+        value = int(_ints([token], "token", TokenError)[0])
+        with named_errors():
+            self._ops.session_step(self._handle, value, _out(out))
+        return out
+
+    def verify(self, tokens: Sequence[int], parents: Sequence[int]) -> F32:
+        """Run a tree, commit none of it; logits [M, V]."""
+        rows, above = _ints(tokens, "token", TokenError), _ints(parents, "parent")
+        out = np.empty((len(rows), self.vocab), np.float32)
+        with named_errors():
+            self._ops.session_verify(self._handle, rows, above, _out(out))
+        return out
+
+    def commit(self, path: Sequence[int]) -> None:
+        """Commit rows of the last verify."""
+        rows = _ints(path, "row")
+        with named_errors():
+            self._ops.session_commit(self._handle, rows)
+
+    def decode(self, request: DecodeRequest) -> Decoded:
+        """Reset, prefill and decode to the end, in one call into the engine."""
+        with named_errors():
+            ticket = self._begin(request)
+            self._ops.decode_run(self._handle, ticket)
+            return self._decoded(request, ticket)
+
+    def stream(self, request: DecodeRequest) -> Iterator[int]:
+        """As `decode`, yielding tokens as rounds accept them. The request is checked when the first token is asked for."""
+        with named_errors():
+            ticket = self._begin(request)
+        while True:
+            with named_errors():
+                tokens = self._ops.decode_round(self._handle, ticket)
+            if not tokens:
+                return
+            yield from tokens
+
+    def cache(self, layer: int) -> tuple[F32, F32]:
+        """Committed rows of one layer: latent [length, R], k_rope [length, P]."""
+        length = self.length
+        latent, k_rope = np.empty((length, self.rank), np.float32), np.empty((length, self.rope), np.float32)
+        with named_errors():
+            self._ops.session_cache(self._handle, layer, _out(latent), _out(k_rope))
+        return latent, k_rope
+
+    def taps(self, tokens: Sequence[int], *, operations: bool = False) -> Mapping[str, F32]:
+        """Reset, prefill and return the intermediate rows by name."""
+        rows = _ints(tokens, "token", TokenError)
+        found: dict[str, F32] = {}
+        with named_errors():
+            listing = self._ops.session_taps(self._handle, rows, operations)
+            for index, line in enumerate(listing.splitlines()):
+                name, width = line.split()
+                found[name] = np.empty((len(rows), int(width)), np.float32)
+                self._ops.session_tap(self._handle, index, _out(found[name]))
+        return found
+
+    def counters(self) -> Mapping[str, int]:
+        """Kernel launches by name."""
+        with named_errors():
+            lines = self._ops.session_counters(self._handle).splitlines()
+        return {name: int(count) for name, count in (line.split() for line in lines)}
+
+    def reset_counters(self) -> None:
+        """Count from zero again."""
+        with named_errors():
+            self._ops.session_reset_counters(self._handle)
+
+    def broken_guard(self) -> str:
+        """Name of a buffer written outside its bounds, or ``""``."""
+        with named_errors():
+            return str(self._ops.session_broken_guard(self._handle))
+
+    def memory(self) -> tuple[int, int]:
+        """Bytes of the device held by this session: now, and at most so far. Weights mapped from the file do not count."""
+        with named_errors():
+            held, peak = self._ops.session_memory(self._handle)
+        return held, peak
+
+    def close(self) -> None:
+        """Free everything; further calls raise `RequestError`."""
+        self._ops.session_close(self._handle)
+
+    def __enter__(self) -> CsrcSession:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _begin(self, request: DecodeRequest) -> int:
+        import torch
+
+        prompt = _ints(request.prompt, "token", TokenError)
+        draft, first = torch.empty((0, self.vocab), dtype=torch.float32), 0
+        if request.draft is not None:
+            table = np.ascontiguousarray(request.draft.logits, dtype=np.float32)
+            if table.ndim != 2:
+                raise DrafterError(f"draft logits have shape {table.shape}, not [rows, {self.vocab}]")
+            if not table.flags.writeable:  # torch wants a writable array although nothing writes to it
+                table = table.copy()
+            draft, first = torch.from_numpy(table), request.draft.first
+        for name in ("max_tokens", "block_size", "budget"):
+            if not -(2**63) <= getattr(request, name) < 2**63:
+                raise RequestError(f"{name} {getattr(request, name)} exceeds 64 bits")
+        if not 0 <= request.seed < 2**64:
+            raise RequestError(f"seed {request.seed} is not in 0..2^64-1")
+        signed = request.seed - 2**64 if request.seed >= 2**63 else request.seed
+        ticket = self._ops.decode_begin(
+            self._handle,
+            prompt,
+            request.max_tokens,
+            draft,
+            request.draft is not None,
+            first,
+            request.block_size,
+            request.budget,
+            request.temperature,
+            signed,
+            request.record,
+        )
+        return int(ticket)
+
+    def _decoded(self, request: DecodeRequest, ticket: int) -> Decoded:
+        tokens, accepted, eos, prefill_seconds, decode_seconds = self._ops.decode_result(self._handle, ticket)
+        logits, rounds = None, ()
+        if request.record:
+            logits = np.empty((len(tokens) + 1, self.vocab), np.float32)
+            self._ops.decode_logits(self._handle, ticket, _out(logits))
+            if request.draft is not None:
+                trees = np.empty((len(accepted), 2 + 3 * (request.budget + 1)), np.int32)
+                self._ops.decode_trees(self._handle, ticket, _out(trees))
+                rounds = tuple(_round(entry) for entry in trees)
+        return Decoded(
+            tokens=tuple(tokens),
+            forwards=len(accepted),
+            stopped="eos" if eos else "limit",
+            accepted_per_round=tuple(accepted),
+            logits=logits,
+            rounds=rounds,
+            prefill_seconds=prefill_seconds,
+            decode_seconds=decode_seconds,
+        )
+
+
+def _round(entry: I32) -> Round:
+    """One entry of the tree log: n_rows, n_accepted, then tokens, parents and accepted rows (csrc/ops.h)."""
+    n_rows, n_accepted = int(entry[0]), int(entry[1])
+    tokens, parents, accepted = np.split(entry[2:], 3)
+    return Round(
+        tuple(tokens[:n_rows].tolist()), tuple(parents[:n_rows].tolist()), tuple(accepted[:n_accepted].tolist())
+    )
+
+
+class CsrcEngine:
+    """A `harness.protocol.Engine`: ``csrc/`` on one device."""
+
+    def __init__(self, device: str) -> None:
+        self.name = "csrc"
+        self.device = device
+
+    def load(
+        self,
+        path: Path,
+        precision: str,
+        *,
+        context: int | None = None,
+        max_rows: int = 65,
+        poison: bool = False,
+        graphs: bool = True,
+    ) -> CsrcSession:
+        """Open a KDTR file; see `harness.protocol.Engine.load`. Raises `harness.build.BuildError` if there is no build."""
+        if context is not None and context < 1:
+            raise RequestError(f"context {context} is below 1")
+        ops = library(self.device)
+        name = _bytes(os.fsencode(path)), _bytes(os.fspath(path).encode("utf-8", "backslashreplace"))
+        with named_errors():
+            handle = ops.session_open(*name, self.device, precision, context or 0, max_rows, poison, graphs)
+        return CsrcSession(ops, handle)
+
+    def kernels(self, precision: str, moe: bool) -> frozenset[str]:
+        """Kernels that a decode must have launched (csrc/ops.h names them)."""
+        always = {"embed", "linear_f32", "mla_prepare", "mla_attention", "mla_value", "select", "accept", "kv_commit"}
+        experts = {"router", "experts_int4" if precision == "int4" else "experts_f32"} if moe else set()
+        return frozenset(always | experts)

@@ -1,0 +1,305 @@
+"""Builds ``csrc/`` with ``torch.utils.cpp_extension`` into a cache keyed by everything that could change the result.
+
+Guarantees: a library in the cache is complete and belongs to exactly these sources, flags, torch, compiler and toolkit; it
+appears by rename; many processes that want the same build make it once; a build that died leaves nothing that a later one
+waits for (the lock is the kernel's and ends with its process). torch's own lock file, which outlives a killed build, only ever
+lies in a folder that no other process looks at.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import functools
+import hashlib
+import inspect
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+CSRC = ROOT / "csrc"
+NAME = "kdtree"
+TORCH_API = (
+    "0x020b000000000000ULL"  # the stable ABI of torch 2.11: what is compiled runs under this torch or a newer one
+)
+SANITIZERS = {"address": "address,undefined", "thread": "thread"}
+_HEADERS = {".h", ".cuh"}
+
+
+class BuildError(Exception):
+    """The engine cannot be built here; the message says what is missing or wrong. Exit status 3 at the command line."""
+
+
+def sources(device: str) -> list[Path]:
+    """The files that are compiled for a device, in a fixed order."""
+    found = sorted(CSRC.glob("*.cpp")) + sorted((CSRC / "cpu").glob("*.cpp"))
+    if device == "cuda":
+        found += sorted((CSRC / "cuda").glob("*.cu"))
+    if not found:
+        raise BuildError(f"no sources under {CSRC}: the engine is built from a checkout, not from an installed package")
+    names = [(p.stem, p.suffix) for p in found]
+    twice = sorted({f"{stem}{suffix}" for stem, suffix in names if names.count((stem, suffix)) > 1})
+    if twice:  # cpp_extension names object files by the stem alone
+        raise BuildError(f"two sources are called {twice[0]}; their object files would overwrite each other")
+    return found
+
+
+def build(
+    device: str = "cpu",
+    archs: Sequence[str] | None = None,
+    debug: bool = False,
+    sanitize: str | None = None,
+    cache: Path | None = None,
+) -> Path:
+    """The shared library of the engine for ``device`` (``cpu`` or ``cuda``), built if the cache lacks it.
+
+    ``archs`` are CUDA compute capabilities such as ``12.0`` (default: those of the visible GPUs); ``sanitize`` is
+    ``address`` (with undefined behaviour) or ``thread``. The cache is ``build/`` in the checkout, or ``KDTREE_BUILD``.
+    Raises `BuildError`.
+    """
+    if device not in ("cpu", "cuda"):
+        raise BuildError(f"device {device!r}: known are cpu and cuda")
+    if sanitize is not None and sanitize not in SANITIZERS:
+        raise BuildError(f"sanitizer {sanitize!r}: known are {', '.join(SANITIZERS)}")
+    extension = _extension()
+    compiler = _compiler(extension)
+    toolkit, capabilities = _cuda(extension, archs) if device == "cuda" else ("", ())
+    flags = _flags(device, debug, sanitize)
+    files = sources(device)
+    key = _key(files, flags, compiler, toolkit, capabilities)
+    home = cache or Path(os.environ.get("KDTREE_BUILD") or ROOT / "build")
+    final = home / f"{device}-{key}"
+    library = final / f"{NAME}.so"
+    if library.exists():
+        return library
+    home.mkdir(parents=True, exist_ok=True)
+    with _exclusive(home / f".{device}-{key}.lock"):
+        if library.exists():  # another process was first
+            return library
+        _make(extension, files, flags, capabilities, final)
+    return library
+
+
+def _extension() -> Any:
+    try:
+        import torch
+    except ImportError as error:
+        raise BuildError(f"torch is not installed ({error}); install it with: pip install torch") from error
+    if tuple(int(n) for n in re.findall(r"\d+", torch.__version__)[:2]) < (2, 11):
+        raise BuildError(f"torch {torch.__version__} is too old; 2.11 or newer has the stable ABI that the engine uses")
+    try:
+        from torch.utils import cpp_extension
+    except ImportError as error:
+        raise BuildError(f"torch.utils.cpp_extension needs setuptools ({error}); pip install setuptools") from error
+    return cpp_extension
+
+
+@functools.lru_cache
+def _version_of(program: str) -> str:
+    try:
+        done = subprocess.run([program, "--version"], capture_output=True, text=True, check=True, timeout=60)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise BuildError(f"{program} --version fails: {error}") from error
+    return done.stdout.strip()
+
+
+def _compiler(extension: Any) -> str:
+    """Path and version of the compiler that cpp_extension will call."""
+    name = str(extension.get_cxx_compiler())
+    found = shutil.which(name.split()[0] if name else "c++")
+    if found is None:
+        raise BuildError(f"no C++ compiler: {name!r} is not on PATH; install g++ (9 or newer) or clang, or set CXX")
+    return f"{name} {os.path.realpath(found)} {_version_of(found)}"
+
+
+def _cuda(extension: Any, archs: Sequence[str] | None) -> tuple[str, tuple[str, ...]]:
+    """Version text of the CUDA toolkit, and the capabilities to compile for."""
+    import torch
+
+    wanted = torch.version.cuda
+    if wanted is None:
+        raise BuildError(
+            f"torch {torch.__version__} has no CUDA; install a CUDA build of it (https://pytorch.org/get-started) or use the CPU"
+        )
+    home = extension.CUDA_HOME
+    nvcc = Path(home) / "bin" / "nvcc" if home else None
+    if nvcc is None or not nvcc.exists():
+        raise BuildError(f"no CUDA toolkit: install nvcc {wanted.split('.')[0]}.x and set CUDA_HOME to its folder")
+    version = _version_of(str(nvcc))
+    release = re.search(r"release (\d+)\.(\d+)", version)
+    if release is None or release.group(1) != wanted.split(".")[0]:
+        have = f"{release.group(1)}.{release.group(2)}" if release else "unknown"
+        raise BuildError(
+            f"the CUDA toolkit in {home} is {have}, torch is built for {wanted}; install a toolkit {wanted.split('.')[0]}.x"
+        )
+    capabilities = tuple(sorted(set(archs) if archs else _visible_capabilities(torch)))
+    listed = subprocess.run([str(nvcc), "--list-gpu-arch"], capture_output=True, text=True, check=False).stdout
+    for arch in capabilities:
+        if not re.fullmatch(r"\d{1,2}\.\d[af]?", arch):
+            raise BuildError(f"architecture {arch!r} is not of the form 12.0")
+        if f"compute_{arch.replace('.', '').rstrip('af')}" not in listed.split():
+            raise BuildError(
+                f"architecture {arch}: nvcc {release.group(1)}.{release.group(2)} knows {' '.join(listed.split())}"
+            )
+    return version, capabilities
+
+
+def _visible_capabilities(torch: Any) -> set[str]:
+    count = torch.cuda.device_count()  # is_available() can be true with no device visible
+    if count == 0:
+        raise BuildError("no GPU is visible, so say what to build for, as in: kdtree build --device cuda --arch 12.0")
+    return {"{}.{}".format(*torch.cuda.get_device_capability(i)) for i in range(count)}
+
+
+def _flags(device: str, debug: bool, sanitize: str | None) -> dict[str, list[str]]:
+    # -ffp-contract=off: the arithmetic says fma where it wants one, everything else must not be fused.
+    common = ["-std=c++17", "-ffp-contract=off", f"-DTORCH_TARGET_VERSION={TORCH_API}", "-pthread"]
+    common += ["-fno-math-errno", "-Wall", "-Wextra"]
+    common += ["-O1", "-g", "-DKDTREE_DEBUG"] if debug else ["-O1", "-g"] if sanitize else ["-O3"]
+    link = ["-pthread"]
+    if sanitize is not None:
+        common += [f"-fsanitize={SANITIZERS[sanitize]}", "-fno-omit-frame-pointer"]
+        link += [f"-fsanitize={SANITIZERS[sanitize]}"]
+    cuda: list[str] = []
+    if device == "cuda":
+        common += ["-DKDTREE_CUDA", "-DUSE_CUDA"]
+        # No flag may contain the letters of "arch": cpp_extension would then drop its -gencode flags.
+        cuda = ["-std=c++17", "-O3", "--fmad=false", "-lineinfo", "-DKDTREE_CUDA", "-DUSE_CUDA"]
+        cuda += [f"-DTORCH_TARGET_VERSION={TORCH_API}", *(["-DKDTREE_DEBUG"] if debug else [])]
+    return {"cxx": common, "cuda": cuda, "link": link}
+
+
+def _key(
+    files: Sequence[Path], flags: dict[str, list[str]], compiler: str, toolkit: str, capabilities: Sequence[str]
+) -> str:
+    import torch
+
+    digest = hashlib.sha256()
+    folders = {p.parent for p in files}
+    headers = [h for folder in folders for h in folder.iterdir() if h.suffix in _HEADERS]
+    for path in [*files, *sorted(headers), Path(__file__)]:
+        digest.update(f"{path.relative_to(ROOT)}\0{hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
+    about = {
+        "flags": flags,
+        "compiler": compiler,
+        "toolkit": toolkit,
+        "capabilities": list(capabilities),
+        "torch": [torch.__version__, torch.version.git_version, torch.version.cuda, torch.compiled_with_cxx11_abi()],
+        "machine": [platform.system(), platform.machine(), platform.libc_ver()],
+        "root": str(ROOT),  # debug information and error messages hold it
+    }
+    digest.update(json.dumps(about, sort_keys=True).encode())
+    return digest.hexdigest()[:20]
+
+
+@contextlib.contextmanager
+def _exclusive(path: Path) -> Iterator[None]:
+    """Holds the lock file. The kernel lets go of it when the process ends, however it ends."""
+    with open(path, "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            with _progress("waiting for another process that builds the engine"):
+                fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+@contextlib.contextmanager
+def _progress(what: str) -> Iterator[None]:
+    """Says so on stderr when something takes more than a second, and how long it took."""
+    start = time.monotonic()
+    shown = threading.Event()
+
+    def show() -> None:
+        shown.set()
+        print(f"kdtree: {what} ...", file=sys.stderr, flush=True)
+
+    timer = threading.Timer(1.0, show)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        if shown.is_set():
+            print(f"kdtree: {what}: {time.monotonic() - start:.1f} s", file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def _environment(changes: dict[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in changes}
+    os.environ.update(changes)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def _make(
+    extension: Any, files: Sequence[Path], flags: dict[str, list[str]], capabilities: Sequence[str], final: Path
+) -> None:
+    folder = final.parent / f".{final.name}.part"  # ours alone: the caller holds the lock
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.rmtree(final, ignore_errors=True)  # a folder without its library is somebody's tampering
+    folder.mkdir(parents=True)
+    changes = {}
+    if capabilities:
+        changes["TORCH_CUDA_ARCH_LIST"] = ";".join(capabilities)
+    with contextlib.suppress(ImportError):
+        import ninja
+
+        changes["PATH"] = f"{ninja.BIN_DIR}{os.pathsep}{os.environ.get('PATH', '')}"
+    values = {
+        "name": NAME,
+        "sources": [str(p) for p in files],
+        "extra_cflags": flags["cxx"],
+        "extra_cuda_cflags": flags["cuda"],
+        "extra_sycl_cflags": [],
+        "extra_ldflags": list(flags["link"]),
+        "extra_include_paths": [],
+        "build_directory": str(folder),
+        "verbose": False,
+        "with_cuda": bool(capabilities),
+        "with_sycl": False,
+        "is_standalone": False,
+    }
+    # load() would also load what it built, which a sanitizer build or a machine without the GPU cannot.
+    compile_and_link = extension._write_ninja_file_and_build_library
+    known = inspect.signature(compile_and_link).parameters
+    try:
+        with _environment(changes), _progress(f"compiling {len(files)} files of csrc/"):
+            compile_and_link(**{name: value for name, value in values.items() if name in known})
+    except RuntimeError as error:
+        log = final.parent / f"{final.name}.log"
+        log.write_text(str(error))
+        raise BuildError(_readable(str(error), log)) from error
+    for leftover in folder.glob("*.o"):
+        leftover.unlink()
+    os.rename(folder, final)
+
+
+def _readable(text: str, log: Path) -> str:
+    """The lines a reader needs: the errors with what follows them, and where the rest is."""
+    if "Ninja is required" in text:
+        return "ninja is not installed; install it with: pip install ninja"
+    lines = text.splitlines()
+    picked: list[str] = []
+    for i, line in enumerate(lines):
+        if re.search(r"\b(fatal )?error\b\s*:|undefined reference|ptxas fatal", line) and len(picked) < 24:
+            picked += lines[i : i + 3]
+    shown = "\n".join(picked or lines[-12:])
+    return f"csrc/ does not compile:\n{shown}\nThe compiler's whole output: {log}"
