@@ -44,6 +44,15 @@ def eos_mid_path(result: Result, precision: str) -> bool:
     return len(path) > 1 and tree.tokens[path[-1]] == result.eos and max(tree.depths) > tree.depths[path[-1]]
 
 
+def eos_rejected(result: Result, precision: str) -> bool:
+    """EOS is drafted in a round that does not accept it, and decoding goes on."""
+    for rounds in result.goldens[precision].rounds.values():
+        for tree, path in rounds[:-1]:
+            if any(tree.tokens[row] == result.eos and row not in path for row in range(1, tree.size)):
+                return True
+    return False
+
+
 def token_zero(result: Result, precision: str) -> bool:
     """Token id 0 is drafted and accepted."""
     return any(tree.tokens[row] == 0 for tree, path in result.goldens[precision].rounds["oracle"] for row in path[1:])
@@ -150,6 +159,7 @@ EDGES: dict[str, Edge] = {
     for edge in (
         eos_first,
         eos_mid_path,
+        eos_rejected,
         token_zero,
         chunk_crossing,
         unused_experts,
