@@ -7,6 +7,7 @@ Nothing heavy is imported, so that listing the matrix needs neither torch nor nu
 from __future__ import annotations
 
 import re
+import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,6 +48,11 @@ class Point:
         """``<precision>-<decoder>-<config>[-<drafter>]-<device>[-x<ranks>]``."""
         parts = [self.precision, self.decoder, self.config, self.drafter, self.device]
         return "-".join([*filter(None, parts), *([f"x{self.ranks}"] if self.ranks > 1 else [])])
+
+    @property
+    def seed(self) -> int:
+        """Of everything the cell draws: the same in every run."""
+        return zlib.crc32(self.id.encode())
 
 
 def parse(id: str) -> Point:

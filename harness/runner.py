@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import time
 import traceback
-import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -22,8 +21,10 @@ from harness.golden import Golden
 from harness.limit import CellTimeout, limit
 from harness.matrix import Point
 from harness.protocol import DeviceError, Engine, NonFiniteError, OutOfMemory, Session
-from harness.widths import MAX_ROWS
+from harness.trace import first_divergence
+from harness.widths import rows_of
 
+TRACE_SECONDS = 60.0  # for finding where a failed cell's numbers part
 KEPT_SESSIONS = 2  # the precisions of one bundle; more would hold memory that no neighbouring cell uses
 
 
@@ -50,7 +51,7 @@ class Runner:
             id=point.id,
             verdict=verdict,
             detail=detail,
-            seed=zlib.crc32(point.id.encode()),
+            seed=point.seed,
             host=self._host,
             worker=self._worker,
             rerun=self.rerun_line(point.id),
@@ -77,6 +78,7 @@ class Runner:
             cell = self.blank(point, Verdict.ERROR, f"{type(error).__name__}: {error} (at {where})")
             self.device_lost = isinstance(error, DeviceError) and not isinstance(error, OutOfMemory)
         if cell.verdict is not Verdict.PASS:
+            cell = self._trace(point, cell, on_hang)
             self._drop(point)
         return replace(cell, times={**cell.times, "total": time.perf_counter() - start})
 
@@ -105,6 +107,18 @@ class Runner:
             bad_round=found.bad_round,
         )
 
+    def _trace(self, point: Point, cell: Cell, on_hang: Callable[[Cell], None]) -> Cell:
+        """``cell`` with where its numbers first parted; a search that raises or runs late changes nothing."""
+        found = self._sessions.get((point.device, point.config, point.precision))
+        if found is None or self.device_lost or cell.verdict in (Verdict.TIMEOUT, Verdict.FAIL_KERNEL):
+            return cell
+        try:
+            with limit(min(self._seconds, TRACE_SECONDS), lambda: on_hang(cell)):
+                divergence = first_divergence(*found, point.drafter, cell.seed)
+        except (Exception, CellTimeout):
+            return cell
+        return replace(cell, divergence=divergence or cell.divergence)
+
     def _open(self, point: Point) -> tuple[Engine, Session, Golden]:
         if point.device not in self._engines:
             self._engines[point.device] = create(self._name, point.device)
@@ -115,8 +129,8 @@ class Runner:
                 _close(self._sessions.popitem(last=False)[1][0])
             path = self._bundles[point.config]
             golden = Golden.open(path, point.precision)
-            rows = max(MAX_ROWS, int(golden.meta["run"]["budget"]) + 1)
-            self._sessions[key] = (engine.load(path, point.precision, max_rows=rows, poison=True), golden)
+            session = engine.load(path, point.precision, max_rows=rows_of(golden), poison=True)
+            self._sessions[key] = (session, golden)
         self._sessions.move_to_end(key)
         return engine, *self._sessions[key]
 
@@ -137,10 +151,7 @@ def describe(cell: Cell) -> str:
     lines += [f"  also: {check.sentence}" for check in [c for c in cell.checks if not c.ok][1:7]]
     if cell.divergence:
         d = cell.divergence
-        lines.append(
-            f"  first divergence: {d.tap} [{', '.join(map(str, d.index))}]: got {d.got:.9g}, want {d.want:.9g}, "
-        )
-        lines[-1] += f"allowed {d.allowed:.3g}, {d.count} elements beyond"
+        lines.append(f"  first divergence: {d.detail or d.tap}")
     if cell.bad_round:
         b = cell.bad_round
         lines.append(f"  round {b.round}: got    tokens {list(b.got.tokens)} parents {list(b.got.parents)}")

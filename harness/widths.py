@@ -25,6 +25,11 @@ COMMIT_EVERY = 8
 Prefix = tuple[int, ...]
 
 
+def rows_of(golden: Golden) -> int:
+    """Rows that a session needs for the cell's own trees and for these widths."""
+    return max(MAX_ROWS, int(golden.meta["run"]["budget"]) + 1)
+
+
 @dataclass(frozen=True)
 class Tree:
     """A tree to verify after ``context``: row 0 is the root."""
