@@ -95,7 +95,7 @@ class CsrcSession:
             return self._decoded(request, ticket)
 
     def stream(self, request: DecodeRequest) -> Iterator[int]:
-        """As `decode`, yielding tokens as rounds accept them. The request is checked when the first token is asked for."""
+        """As `decode`, yielding tokens as rounds accept them; checked when the first token is asked for."""
         with named_errors():
             ticket = self._begin(request)
         while True:
@@ -116,14 +116,14 @@ class CsrcSession:
     def taps(self, tokens: Sequence[int], *, operations: bool = False) -> Mapping[str, F32]:
         """Reset, prefill and return the intermediate rows by name."""
         rows = _ints(tokens, "token", TokenError)
-        found: dict[str, F32] = {}
         with named_errors():
-            listing = self._ops.session_taps(self._handle, rows, operations)
-            for index, line in enumerate(listing.splitlines()):
-                name, width = line.split()
-                found[name] = np.empty((len(rows), int(width)), np.float32)
-                self._ops.session_tap(self._handle, index, _out(found[name]))
-        return found
+            return self._tapped(self._ops.session_taps(self._handle, rows, operations), len(rows))
+
+    def verify_taps(self, tokens: Sequence[int], parents: Sequence[int]) -> Mapping[str, F32]:
+        """Run a tree as `verify` does and return every operation's rows by name; nothing is left to commit."""
+        rows, above = _ints(tokens, "token", TokenError), _ints(parents, "parent")
+        with named_errors():
+            return self._tapped(self._ops.session_verify_taps(self._handle, rows, above), len(rows))
 
     def counters(self) -> Mapping[str, int]:
         """Kernel launches by name."""
@@ -142,7 +142,7 @@ class CsrcSession:
             return str(self._ops.session_broken_guard(self._handle))
 
     def memory(self) -> tuple[int, int]:
-        """Bytes of the device held by this session: now, and at most so far. Weights mapped from the file do not count."""
+        """Bytes of the device that this session holds and has held at most; weights mapped from the file excepted."""
         with named_errors():
             held, peak = self._ops.session_memory(self._handle)
         return held, peak
@@ -156,6 +156,14 @@ class CsrcSession:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _tapped(self, listing: str, rows: int) -> Mapping[str, F32]:
+        found: dict[str, F32] = {}
+        for index, line in enumerate(listing.splitlines()):
+            name, width = line.split()
+            found[name] = np.empty((rows, int(width)), np.float32)
+            self._ops.session_tap(self._handle, index, _out(found[name]))
+        return found
 
     def _begin(self, request: DecodeRequest) -> int:
         import torch
@@ -192,7 +200,8 @@ class CsrcSession:
 
     def _decoded(self, request: DecodeRequest, ticket: int) -> Decoded:
         tokens, accepted, eos, prefill_seconds, decode_seconds = self._ops.decode_result(self._handle, ticket)
-        logits, rounds = None, ()
+        logits: F32 | None = None
+        rounds: tuple[Round, ...] = ()
         if request.record:
             logits = np.empty((len(tokens) + 1, self.vocab), np.float32)
             self._ops.decode_logits(self._handle, ticket, _out(logits))
@@ -238,7 +247,7 @@ class CsrcEngine:
         poison: bool = False,
         graphs: bool = True,
     ) -> CsrcSession:
-        """Open a KDTR file; see `harness.protocol.Engine.load`. Raises `harness.build.BuildError` if there is no build."""
+        """Open a KDTR file as the protocol says; `harness.build.BuildError` if the engine cannot be built."""
         if context is not None and context < 1:
             raise RequestError(f"context {context} is below 1")
         ops = library(self.device)

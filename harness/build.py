@@ -1,9 +1,9 @@
 """Builds ``csrc/`` with ``torch.utils.cpp_extension`` into a cache keyed by everything that could change the result.
 
-Guarantees: a library in the cache is complete and belongs to exactly these sources, flags, torch, compiler and toolkit; it
-appears by rename; many processes that want the same build make it once; a build that died leaves nothing that a later one
-waits for (the lock is the kernel's and ends with its process). torch's own lock file, which outlives a killed build, only ever
-lies in a folder that no other process looks at.
+Guarantees: a library in the cache is complete and belongs to exactly these sources, flags, torch, compiler and
+toolkit; it appears by rename; many processes that want the same build make it once; a build that died leaves nothing
+that a later one waits for (the lock is the kernel's and ends with its process). torch's own lock file, which outlives
+a killed build, only ever lies in a folder that no other process looks at.
 """
 
 from __future__ import annotations
@@ -129,7 +129,8 @@ def _cuda(extension: Any, archs: Sequence[str] | None) -> tuple[str, tuple[str, 
     wanted = torch.version.cuda
     if wanted is None:
         raise BuildError(
-            f"torch {torch.__version__} has no CUDA; install a CUDA build of it (https://pytorch.org/get-started) or use the CPU"
+            f"torch {torch.__version__} has no CUDA; install a CUDA build of it "
+            "(https://pytorch.org/get-started) or use the CPU"
         )
     home = extension.CUDA_HOME
     nvcc = Path(home) / "bin" / "nvcc" if home else None
@@ -140,7 +141,8 @@ def _cuda(extension: Any, archs: Sequence[str] | None) -> tuple[str, tuple[str, 
     if release is None or release.group(1) != wanted.split(".")[0]:
         have = f"{release.group(1)}.{release.group(2)}" if release else "unknown"
         raise BuildError(
-            f"the CUDA toolkit in {home} is {have}, torch is built for {wanted}; install a toolkit {wanted.split('.')[0]}.x"
+            f"the CUDA toolkit in {home} is {have}, torch is built for {wanted}; "
+            f"install a toolkit {wanted.split('.')[0]}.x"
         )
     capabilities = tuple(sorted(set(archs) if archs else _visible_capabilities(torch)))
     listed = subprocess.run([str(nvcc), "--list-gpu-arch"], capture_output=True, text=True, check=False).stdout
