@@ -12,7 +12,7 @@ import importlib.util
 import json
 import sys
 from collections.abc import Callable, Sequence
-from typing import cast
+from typing import NoReturn, cast
 
 from harness.cells import FAILED, INCOMPLETE, INFRASTRUCTURE, PASSED
 
@@ -44,7 +44,7 @@ EXIT_STATUSES = (
 class Parser(argparse.ArgumentParser):
     """An argument parser whose errors end with the documented status for configuration."""
 
-    def error(self, message: str) -> None:  # type: ignore[override]
+    def error(self, message: str) -> NoReturn:
         self.print_usage(sys.stderr)
         self.exit(INFRASTRUCTURE, f"{self.prog}: {message}\n")
 
@@ -136,14 +136,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("command", choices=list(commands), metavar="COMMAND", help="one of the commands above")
-    name = parser.parse_args(arguments[:1]).command
-    module, _, function = commands[name][0].partition(":")
-    run = cast(Callable[[Sequence[str]], int], getattr(importlib.import_module(module), function))
+    if not arguments:
+        parser.print_help(sys.stderr)
+        return INFRASTRUCTURE
     try:
-        return run(arguments[1:])
+        return _run(commands, parser.parse_args(arguments[:1]).command, arguments[1:])
+    except SystemExit as end:
+        # A command returns its status; what exits is its argument parser, and plain argparse's 2 for wrong arguments
+        # would say that cells did not run.
+        return PASSED if end.code in (None, PASSED) else INFRASTRUCTURE
     except BrokenPipeError:  # the reader of a pipe has left
         sys.stderr.close()
         return PASSED
     except KeyboardInterrupt:
         print("kdtree: interrupted", file=sys.stderr)
         return INCOMPLETE
+
+
+def _run(commands: dict[str, tuple[str, str]], name: str, arguments: Sequence[str]) -> int:
+    module, _, function = commands[name][0].partition(":")
+    run = cast(Callable[[Sequence[str]], int], getattr(importlib.import_module(module), function))
+    return run(arguments)

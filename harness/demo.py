@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from harness.cells import FAILED, INFRASTRUCTURE, PASSED
+from harness.cli import Parser
 from harness.engines import create
 from harness.golden import Golden
 from harness.matrix import DEVICES, PRECISIONS, Point
@@ -115,8 +116,8 @@ def _positive(text: str) -> int:
     return value
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="kdtree demo",
         description="Decode one bundle with AR and with DDTree and compare them.",
         epilog="examples:\n  kdtree demo\n  kdtree demo --precision int4 --drafter noisy --budget 16\n\n"

@@ -5,7 +5,6 @@ Exit status 0 when the CPU path works (build, bundles, matrix), 3 when something
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shutil
@@ -16,6 +15,7 @@ from dataclasses import asdict, dataclass
 from harness import environment as machine
 from harness import gpu
 from harness.cells import INFRASTRUCTURE, PASSED
+from harness.cli import Parser
 
 TORCH_MINIMUM = (2, 11)
 
@@ -119,7 +119,7 @@ def examine() -> list[Finding]:
 
 def main(argv: Sequence[str]) -> int:
     """See ``kdtree doctor --help``."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="kdtree doctor",
         description="Say what this machine can run, what is missing, and how to get it.",
         epilog="exit status: 0 the CPU path works, 3 something that it needs is missing",

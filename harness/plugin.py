@@ -10,7 +10,6 @@ do not reach them.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shlex
 import socket
@@ -29,6 +28,7 @@ from harness.matrix import MatrixError, expected, parse
 from harness.prepare import Infrastructure, Plan, plan, prepare, usable_devices
 from harness.report import write_reports
 from harness.runner import Runner
+from harness.runner import describe as describe_cell
 from harness.sources import ROOT, describe
 
 MATRIX = ROOT / "tests" / "test_matrix.py"
@@ -187,8 +187,12 @@ def pytest_handlecrashitem(crashitem: str, report: Any, sched: Any) -> None:
     host, worker = sched.config.getoption("--host-name"), report.node.gateway.id
     runner = Runner(run.plan.engine, {}, seconds=0, host=host, worker=worker)
     point = parse(crashitem[crashitem.index("[") + 1 : -1])
-    with contextlib.suppress(LedgerError):  # it may have recorded the cell before it ended
-        ledgers.record(runner.blank(point, Verdict.ERROR, "the worker died in this cell"), run.run_dir)
+    record = runner.blank(point, Verdict.ERROR, "the worker died in this cell")
+    try:
+        ledgers.record(record, run.run_dir)
+        report.longrepr = describe_cell(record)
+    except LedgerError:  # it had recorded the cell, and why, before it ended
+        report.longrepr = next(describe_cell(cell) for cell in ledgers.collect(run.run_dir) if cell.id == point.id)
 
 
 def _handed(config: pytest.Config) -> dict[str, Any] | None:
