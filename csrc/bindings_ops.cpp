@@ -1,0 +1,336 @@
+// torch.ops.kdtree: every operation of ops.h alone, on tensors in the memory of the backend named by a handle, for tests and
+// benchmarks. Registration only. `rows` is tokens, parents, depths [M] and path [M, stride]; `state` is StepState as 16 i32.
+#include <map>
+#include <mutex>
+
+#include "bindings.h"
+#include "model.h"
+
+namespace kdtree {
+namespace {
+
+std::mutex g_mutex;
+std::map<int64_t, std::unique_ptr<Backend>> g_backends;
+int64_t g_next = 1;
+
+Backend& backend(int64_t handle) {
+  const std::lock_guard<std::mutex> lock(g_mutex);
+  const auto found = g_backends.find(handle);
+  if (found == g_backends.end()) throw Error("RequestError", "the backend is closed");
+  return *found->second;
+}
+
+int dim(const Tensor& t, int64_t i) { return static_cast<int>(t.size(i)); }
+
+StepState* step_state(const Tensor& t) { return reinterpret_cast<StepState*>(sized<int32_t>(t, 16, "state")); }
+
+Rows rows_of(const std::vector<Tensor>& r) {
+  need(r.size() == 4 && r[3].dim() == 2, "rows", "is not tokens, parents, depths and path");
+  const int64_t m = r[0].numel();
+  return {sized<int32_t>(r[0], m, "tokens"), sized<int32_t>(r[1], m, "parents"), sized<int32_t>(r[2], m, "depths"),
+          sized<int32_t>(r[3], m * r[3].size(1), "path"), dim(r[3], 1), static_cast<int>(m)};
+}
+
+// f32 [e,] n, k; or, with a scale that is not empty (the bytes of bf16 numbers, u8 [e,] n, 2*groups), nibbles u8 [e,] n, 16*groups.
+Weight weight_of(const Tensor& w, const Tensor& scale, int64_t k) {
+  const bool batch = w.dim() == 3;
+  need(batch || w.dim() == 2, "weight", "is not a matrix or a stack of them");
+  Weight out;
+  out.e = batch ? dim(w, 0) : 1;
+  out.n = dim(w, batch ? 1 : 0);
+  out.k = static_cast<int>(k);
+  const int64_t outputs = static_cast<int64_t>(out.e) * out.n, groups = (k + 31) / 32;
+  if (scale.numel() == 0) {
+    out.data = sized<float>(w, outputs * k, "weight");
+    return out;
+  }
+  out.kind = WeightKind::kInt4;
+  out.data = sized<uint8_t>(w, outputs * groups * 16, "weight");
+  out.scale = reinterpret_cast<const uint16_t*>(sized<uint8_t>(scale, outputs * groups * 2, "scale"));
+  return out;
+}
+
+// Returns once everything launched before has ended.
+void wait(Backend& b, const Tensor& state) {
+  int32_t first;
+  b.download(&first, state.data_ptr(), sizeof first);
+}
+
+int64_t backend_open(std::string device, bool poison) {
+  auto made = make_backend(device, poison);
+  const std::lock_guard<std::mutex> lock(g_mutex);
+  g_backends[g_next] = std::move(made);
+  return g_next++;
+}
+
+void backend_close(int64_t handle) {
+  const std::lock_guard<std::mutex> lock(g_mutex);
+  g_backends.erase(handle);
+}
+
+std::string backend_counters(int64_t handle) {
+  std::string lines;
+  for (const auto& [name, count] : backend(handle).counters()) lines += name + " " + std::to_string(count) + "\n";
+  return lines;
+}
+
+void embed(int64_t handle, Tensor out, Tensor table, std::vector<Tensor> rows, Tensor state) {
+  Backend& b = backend(handle);
+  const Rows r = rows_of(rows);
+  b.embed({sized<float>(out, static_cast<int64_t>(r.max_rows) * dim(table, 1), "out"), data<float>(table, "table"), dim(table, 1), r,
+           &step_state(state)->n_rows});
+  wait(b, state);
+}
+
+void rms_norm(int64_t handle, Tensor out, Tensor x, Tensor w, double eps, Tensor state) {
+  Backend& b = backend(handle);
+  b.rms_norm(sized<float>(out, x.numel(), "out"), data<float>(x, "x"), sized<float>(w, x.size(1), "w"), static_cast<float>(eps),
+             dim(x, 1), dim(x, 0), &step_state(state)->n_rows);
+  wait(b, state);
+}
+
+// norm_w, scales: empty for none. epilogue: 0 store, 1 residual, 2 silu(first) * second.
+void linear(int64_t handle, Tensor x, Tensor norm_w, double eps, std::vector<Tensor> weights, std::vector<Tensor> scales,
+            std::vector<Tensor> outs, int64_t epilogue, Tensor state) {
+  Backend& b = backend(handle);
+  need(!weights.empty() && weights.size() <= 2 && scales.size() == weights.size(), "weights", "are not one or two with a scale each");
+  need(epilogue >= 0 && epilogue <= 2, "epilogue", "is not 0, 1 or 2");
+  const bool gated = epilogue == 2;
+  need(outs.size() == (gated ? 1 : weights.size()), "outs", "does not fit the weights");
+  const int m = dim(x, 0), k = dim(x, 1);
+  LinearArgs a{};
+  a.x = data<float>(x, "x");
+  a.ldx = k;
+  a.norm_w = norm_w.numel() == 0 ? nullptr : sized<float>(norm_w, k, "norm_w");
+  a.eps = static_cast<float>(eps);
+  a.parts = static_cast<int>(weights.size());
+  int n = 0;
+  for (int i = 0; i < a.parts; ++i) {
+    a.w[i] = weight_of(weights[i], scales[i], k);
+    n += a.w[i].n;
+    a.out[i] = sized<float>(outs[gated ? 0 : i], static_cast<int64_t>(m) * a.w[i].n, "out");
+    a.ldo[i] = a.w[i].n;
+  }
+  a.epilogue = static_cast<Epilogue>(epilogue);
+  a.max_rows = m;
+  a.n_rows = &step_state(state)->n_rows;
+  const Buffer scratch(b, b.linear_scratch(n, k, m), "scratch");
+  a.scratch = scratch.get();
+  b.linear(a);
+  wait(b, state);
+}
+
+MlaDims dims_of(const std::vector<int64_t>& d) {
+  need(d.size() == 5, "dims", "is not heads, rank, nope, rope, v");
+  const auto at = [&](int i) { return static_cast<int>(d[i]); };
+  return {at(0), at(1), at(2), at(3), at(4)};
+}
+
+MlaCache cache_of(const Tensor& latent, const Tensor& k_rope) {
+  return {data<float>(latent, "latent"), data<float>(k_rope, "k_rope"), dim(latent, 0)};
+}
+
+void mla_prepare(int64_t handle, std::vector<int64_t> dims, Tensor q, Tensor kv, Tensor norm_w, double eps, Tensor kv_b, Tensor cos_sin,
+                 Tensor q_lat, Tensor q_rope, Tensor latent, Tensor k_rope, std::vector<Tensor> rows, Tensor state) {
+  Backend& b = backend(handle);
+  const MlaDims d = dims_of(dims);
+  const Rows r = rows_of(rows);
+  const int64_t m = r.max_rows, h = d.heads;
+  b.mla_prepare({d, sized<float>(q, m * h * (d.nope + d.rope), "q"), sized<float>(kv, m * (d.rank + d.rope), "kv"),
+                 sized<float>(norm_w, d.rank, "norm_w"), static_cast<float>(eps),
+                 sized<float>(kv_b, h * (d.nope + d.v) * d.rank, "kv_b"), data<float>(cos_sin, "cos_sin"),
+                 sized<float>(q_lat, m * h * d.rank, "q_lat"), sized<float>(q_rope, m * h * d.rope, "q_rope"),
+                 cache_of(latent, k_rope), r, step_state(state)});
+  wait(b, state);
+}
+
+void mla_attention(int64_t handle, std::vector<int64_t> dims, double scale, Tensor q_lat, Tensor q_rope, Tensor latent, Tensor k_rope,
+                   Tensor o_lat, int64_t max_keys, std::vector<Tensor> rows, Tensor state) {
+  Backend& b = backend(handle);
+  const MlaDims d = dims_of(dims);
+  const Rows r = rows_of(rows);
+  const int64_t m = r.max_rows, h = d.heads;
+  const Buffer scratch(b, b.attention_scratch(d, r.max_rows, static_cast<int>(max_keys)), "scratch");
+  b.mla_attention({d, static_cast<float>(scale), sized<float>(q_lat, m * h * d.rank, "q_lat"),
+                   sized<float>(q_rope, m * h * d.rope, "q_rope"), cache_of(latent, k_rope),
+                   sized<float>(o_lat, m * h * d.rank, "o_lat"), static_cast<int>(max_keys), scratch.get(), r, step_state(state)});
+  wait(b, state);
+}
+
+void mla_value(int64_t handle, std::vector<int64_t> dims, Tensor o_lat, Tensor kv_b, Tensor o, Tensor state) {
+  Backend& b = backend(handle);
+  const MlaDims d = dims_of(dims);
+  const int64_t m = o.size(0), h = d.heads;
+  b.mla_value({d, sized<float>(o_lat, m * h * d.rank, "o_lat"), sized<float>(kv_b, h * (d.nope + d.v) * d.rank, "kv_b"),
+               sized<float>(o, m * h * d.v, "o"), static_cast<int>(m), &step_state(state)->n_rows});
+  wait(b, state);
+}
+
+void router(int64_t handle, Tensor logits, Tensor bias, Tensor ids, Tensor weights, int64_t n_group, int64_t topk_group, bool norm_topk,
+            double scaling, int64_t layer, Tensor state) {
+  Backend& b = backend(handle);
+  const int m = dim(logits, 0), e = dim(logits, 1), k = dim(ids, 1);
+  b.router({data<float>(logits, "logits"), sized<float>(bias, e, "bias"), e, k, static_cast<int>(n_group), static_cast<int>(topk_group),
+            norm_topk, static_cast<float>(scaling), sized<int32_t>(ids, static_cast<int64_t>(m) * k, "ids"),
+            sized<float>(weights, static_cast<int64_t>(m) * k, "weights"), static_cast<int>(layer), m, step_state(state)});
+  wait(b, state);
+}
+
+// experts: gate, up [E, I, D], down [E, D, I]; scales as for linear; shared: the same three as f32 matrices, or empty.
+void moe(int64_t handle, Tensor x, Tensor norm_w, double eps, Tensor ids, Tensor weights, std::vector<Tensor> experts,
+         std::vector<Tensor> scales, std::vector<Tensor> shared, Tensor act, Tensor shared_act, Tensor out, Tensor state) {
+  Backend& b = backend(handle);
+  need(experts.size() == 3 && scales.size() == 3, "experts", "are not gate, up and down with a scale each");
+  need(shared.empty() || shared.size() == 3, "shared", "is not gate, up and down");
+  const int m = dim(x, 0), d = dim(x, 1), k = dim(ids, 1), inner = dim(experts[0], 1);
+  const int64_t slots = static_cast<int64_t>(m) * k;
+  MoeArgs a{};
+  a.x = data<float>(x, "x");
+  a.dim = d;
+  a.norm_w = sized<float>(norm_w, d, "norm_w");
+  a.eps = static_cast<float>(eps);
+  a.ids = sized<int32_t>(ids, slots, "ids");
+  a.weights = sized<float>(weights, slots, "weights");
+  a.top_k = k;
+  a.gate = weight_of(experts[0], scales[0], d);
+  a.up = weight_of(experts[1], scales[1], d);
+  a.down = weight_of(experts[2], scales[2], inner);
+  if (!shared.empty()) {
+    const auto matrix = [](const Tensor& w, int width) {
+      return Weight{WeightKind::kF32, sized<float>(w, w.numel(), "shared"), nullptr, dim(w, 0), width, 1};
+    };
+    a.shared_gate = matrix(shared[0], d);
+    a.shared_up = matrix(shared[1], d);
+    a.shared_down = matrix(shared[2], dim(shared[0], 0));
+  }
+  a.act = sized<float>(act, slots * inner, "act");
+  a.shared_act = sized<float>(shared_act, static_cast<int64_t>(m) * a.shared_gate.n, "shared_act");
+  a.out = sized<float>(out, static_cast<int64_t>(m) * d, "out");
+  a.max_rows = m;
+  a.n_rows = &step_state(state)->n_rows;
+  const Buffer scratch(b, b.moe_scratch(m, k, a.gate.e, inner, d), "scratch");
+  a.scratch = scratch.get();
+  b.moe(a);
+  wait(b, state);
+}
+
+void select(int64_t handle, Tensor logits, double temperature, Tensor choice, std::vector<Tensor> rows, Tensor state) {
+  Backend& b = backend(handle);
+  const Rows r = rows_of(rows);
+  const int vocab = dim(logits, 1);
+  const Buffer scratch(b, b.select_scratch(r.max_rows, vocab), "scratch");
+  b.select({sized<float>(logits, static_cast<int64_t>(r.max_rows) * vocab, "logits"), vocab, temperature,
+            sized<int32_t>(choice, r.max_rows, "choice"), scratch.get(), r, step_state(state)});
+  wait(b, state);
+}
+
+void tree_root(int64_t handle, std::vector<Tensor> rows, Tensor state) {
+  Backend& b = backend(handle);
+  b.tree_root(rows_of(rows), step_state(state));
+  wait(b, state);
+}
+
+void tree_build(int64_t handle, Tensor draft, int64_t block_size, int64_t budget, int64_t eos_id, std::vector<Tensor> rows, Tensor scores,
+                Tensor state) {
+  Backend& b = backend(handle);
+  const Rows r = rows_of(rows);
+  need(budget >= 0 && budget < r.max_rows, "budget", "needs one row more than rows has");
+  need(block_size >= 1 && block_size <= r.path_stride, "block_size", "exceeds the stride of path");
+  const int vocab = dim(draft, 1), block = static_cast<int>(block_size), nodes = static_cast<int>(budget);
+  const Buffer scratch(b, b.tree_scratch(vocab, block, nodes), "scratch");
+  b.tree_build({data<float>(draft, "draft"), vocab, block, nodes, static_cast<int>(eos_id), scratch.get(), r,
+                sized<double>(scores, r.max_rows, "scores"), step_state(state)});
+  wait(b, state);
+}
+
+// out: RoundOut as i32 [10 + M].
+void accept(int64_t handle, std::vector<Tensor> rows, Tensor choice, int64_t eos_id, Tensor accepted, Tensor out, Tensor state) {
+  Backend& b = backend(handle);
+  const Rows r = rows_of(rows);
+  b.accept({r, sized<int32_t>(choice, r.max_rows, "choice"), static_cast<int>(eos_id), sized<int32_t>(accepted, r.max_rows, "accepted"),
+            reinterpret_cast<RoundOut*>(sized<int32_t>(out, 10 + static_cast<int64_t>(r.max_rows), "out")), step_state(state)});
+  wait(b, state);
+}
+
+void kv_commit(int64_t handle, std::vector<Tensor> latents, std::vector<Tensor> k_ropes, Tensor accepted, Tensor state) {
+  Backend& b = backend(handle);
+  need(!latents.empty() && latents.size() == k_ropes.size(), "latents", "do not pair with k_ropes");
+  std::vector<MlaCache> layers;
+  for (size_t i = 0; i < latents.size(); ++i) layers.push_back(cache_of(latents[i], k_ropes[i]));
+  const int n = static_cast<int>(layers.size()), rank = dim(latents[0], 1), rope = dim(k_ropes[0], 1), m = dim(accepted, 0);
+  const Buffer scratch(b, b.commit_scratch(n, rank, rope, m), "scratch");
+  b.kv_commit({layers.data(), n, rank, rope, data<int32_t>(accepted, "accepted"), m, scratch.get(), step_state(state)});
+  wait(b, state);
+}
+
+void record(int64_t handle, Tensor dst, Tensor src, int64_t offset, Tensor accepted, Tensor state) {
+  Backend& b = backend(handle);
+  b.record({data<float>(dst, "dst"), data<float>(src, "src"), dim(src, 1), static_cast<int>(offset), dim(dst, 0),
+            data<int32_t>(accepted, "accepted"), dim(accepted, 0), step_state(state)});
+  wait(b, state);
+}
+
+void record_tree(int64_t handle, Tensor dst, std::vector<Tensor> rows, Tensor accepted, Tensor state) {
+  Backend& b = backend(handle);
+  const Rows r = rows_of(rows);
+  need(dst.dim() == 2 && dst.size(1) == 2 + 3 * static_cast<int64_t>(r.max_rows), "dst", "is not [entries, 2 + 3*M]");
+  b.record_tree({data<int32_t>(dst, "dst"), dim(dst, 0), r.max_rows, r, data<int32_t>(accepted, "accepted"), step_state(state)});
+  wait(b, state);
+}
+
+}  // namespace
+}  // namespace kdtree
+
+STABLE_TORCH_LIBRARY_FRAGMENT(kdtree, m) {
+  m.def("backend_open(str device, bool poison) -> int");
+  m.def("backend_close(int backend) -> ()");
+  m.def("backend_counters(int backend) -> str");
+  m.def("embed(int backend, Tensor out, Tensor table, Tensor[] rows, Tensor state) -> ()");
+  m.def("rms_norm(int backend, Tensor out, Tensor x, Tensor w, float eps, Tensor state) -> ()");
+  m.def(
+      "linear(int backend, Tensor x, Tensor norm_w, float eps, Tensor[] weights, Tensor[] scales, Tensor[] outs, int epilogue, "
+      "Tensor state) -> ()");
+  m.def(
+      "mla_prepare(int backend, int[] dims, Tensor q, Tensor kv, Tensor norm_w, float eps, Tensor kv_b, Tensor cos_sin, "
+      "Tensor q_lat, Tensor q_rope, Tensor latent, Tensor k_rope, Tensor[] rows, Tensor state) -> ()");
+  m.def(
+      "mla_attention(int backend, int[] dims, float scale, Tensor q_lat, Tensor q_rope, Tensor latent, Tensor k_rope, "
+      "Tensor o_lat, int max_keys, Tensor[] rows, Tensor state) -> ()");
+  m.def("mla_value(int backend, int[] dims, Tensor o_lat, Tensor kv_b, Tensor o, Tensor state) -> ()");
+  m.def(
+      "router(int backend, Tensor logits, Tensor bias, Tensor ids, Tensor weights, int n_group, int topk_group, bool norm_topk, "
+      "float scaling, int layer, Tensor state) -> ()");
+  m.def(
+      "moe(int backend, Tensor x, Tensor norm_w, float eps, Tensor ids, Tensor weights, Tensor[] experts, Tensor[] scales, "
+      "Tensor[] shared, Tensor act, Tensor shared_act, Tensor out, Tensor state) -> ()");
+  m.def("select(int backend, Tensor logits, float temperature, Tensor choice, Tensor[] rows, Tensor state) -> ()");
+  m.def("tree_root(int backend, Tensor[] rows, Tensor state) -> ()");
+  m.def(
+      "tree_build(int backend, Tensor draft, int block_size, int budget, int eos_id, Tensor[] rows, Tensor scores, Tensor state) "
+      "-> ()");
+  m.def("accept(int backend, Tensor[] rows, Tensor choice, int eos_id, Tensor accepted, Tensor out, Tensor state) -> ()");
+  m.def("kv_commit(int backend, Tensor[] latents, Tensor[] k_ropes, Tensor accepted, Tensor state) -> ()");
+  m.def("record(int backend, Tensor dst, Tensor src, int offset, Tensor accepted, Tensor state) -> ()");
+  m.def("record_tree(int backend, Tensor dst, Tensor[] rows, Tensor accepted, Tensor state) -> ()");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(kdtree, CompositeExplicitAutograd, m) {
+  m.impl("backend_open", TORCH_BOX(&kdtree::backend_open));
+  m.impl("backend_close", TORCH_BOX(&kdtree::backend_close));
+  m.impl("backend_counters", TORCH_BOX(&kdtree::backend_counters));
+  m.impl("embed", TORCH_BOX(&kdtree::embed));
+  m.impl("rms_norm", TORCH_BOX(&kdtree::rms_norm));
+  m.impl("linear", TORCH_BOX(&kdtree::linear));
+  m.impl("mla_prepare", TORCH_BOX(&kdtree::mla_prepare));
+  m.impl("mla_attention", TORCH_BOX(&kdtree::mla_attention));
+  m.impl("mla_value", TORCH_BOX(&kdtree::mla_value));
+  m.impl("router", TORCH_BOX(&kdtree::router));
+  m.impl("moe", TORCH_BOX(&kdtree::moe));
+  m.impl("select", TORCH_BOX(&kdtree::select));
+  m.impl("tree_root", TORCH_BOX(&kdtree::tree_root));
+  m.impl("tree_build", TORCH_BOX(&kdtree::tree_build));
+  m.impl("accept", TORCH_BOX(&kdtree::accept));
+  m.impl("kv_commit", TORCH_BOX(&kdtree::kv_commit));
+  m.impl("record", TORCH_BOX(&kdtree::record));
+  m.impl("record_tree", TORCH_BOX(&kdtree::record_tree));
+}
