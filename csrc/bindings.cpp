@@ -112,12 +112,22 @@ void session_cache(int64_t handle, int64_t layer, Tensor latent, Tensor k_rope) 
 }
 
 // `name values-a-row`, one tap a line; session_tap then copies the index-th one.
+std::string listing(const std::vector<Session::TapRows>& taps) {
+  std::string names;
+  for (const Session::TapRows& t : taps) names += t.name + " " + std::to_string(t.dim) + "\n";
+  return names;
+}
+
 std::string session_taps(int64_t handle, Tensor tokens, bool operations) {
   const Locked s(handle);
   s.taps() = s->taps(ints(tokens, "tokens"), operations);
-  std::string names;
-  for (const Session::TapRows& t : s.taps()) names += t.name + " " + std::to_string(t.dim) + "\n";
-  return names;
+  return listing(s.taps());
+}
+
+std::string session_verify_taps(int64_t handle, Tensor tokens, Tensor parents) {
+  const Locked s(handle);
+  s.taps() = s->verify_taps(ints(tokens, "tokens"), ints(parents, "parents"));
+  return listing(s.taps());
 }
 
 void session_tap(int64_t handle, int64_t index, Tensor out) {
@@ -195,7 +205,7 @@ std::vector<int64_t> session_memory(int64_t handle) {
 }  // namespace
 }  // namespace kdtree
 
-STABLE_TORCH_LIBRARY_FRAGMENT(kdtree, m) {
+KDTREE_LIBRARY_FRAGMENT(KDTREE_LIBRARY, m) {
   m.def("session_open(Tensor path, Tensor label, str device, str precision, int context, int max_rows, bool poison, bool graphs) -> int");
   m.def("session_close(int handle) -> ()");
   m.def("session_sizes(int handle) -> int[]");
@@ -207,6 +217,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(kdtree, m) {
   m.def("session_commit(int handle, Tensor path) -> ()");
   m.def("session_cache(int handle, int layer, Tensor(a!) latent, Tensor(b!) k_rope) -> ()");
   m.def("session_taps(int handle, Tensor tokens, bool operations) -> str");
+  m.def("session_verify_taps(int handle, Tensor tokens, Tensor parents) -> str");
   m.def("session_tap(int handle, int index, Tensor(a!) out) -> ()");
   m.def(
       "decode_begin(int handle, Tensor prompt, int max_tokens, Tensor draft, bool tree, int draft_first, int block_size, int budget, "
@@ -222,7 +233,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(kdtree, m) {
   m.def("session_memory(int handle) -> int[]");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(kdtree, CompositeExplicitAutograd, m) {
+KDTREE_LIBRARY_IMPL(KDTREE_LIBRARY, m) {
   m.impl("session_open", TORCH_BOX(&kdtree::session_open));
   m.impl("session_close", TORCH_BOX(&kdtree::session_close));
   m.impl("session_sizes", TORCH_BOX(&kdtree::session_sizes));
@@ -234,6 +245,7 @@ STABLE_TORCH_LIBRARY_IMPL(kdtree, CompositeExplicitAutograd, m) {
   m.impl("session_commit", TORCH_BOX(&kdtree::session_commit));
   m.impl("session_cache", TORCH_BOX(&kdtree::session_cache));
   m.impl("session_taps", TORCH_BOX(&kdtree::session_taps));
+  m.impl("session_verify_taps", TORCH_BOX(&kdtree::session_verify_taps));
   m.impl("session_tap", TORCH_BOX(&kdtree::session_tap));
   m.impl("decode_begin", TORCH_BOX(&kdtree::decode_begin));
   m.impl("decode_round", TORCH_BOX(&kdtree::decode_round));

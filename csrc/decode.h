@@ -59,6 +59,8 @@ class Session {
     std::vector<float> values;
   };
   std::vector<TapRows> taps(const std::vector<int32_t>& tokens, bool operations);
+  // As verify, but gives every operation's rows and leaves nothing to commit.
+  std::vector<TapRows> verify_taps(const std::vector<int32_t>& tokens, const std::vector<int32_t>& parents);
 
   // Reset and prefill; the ticket names this decode in the calls below, which refuse another one's.
   int64_t begin(const DecodeRequest& request);
@@ -78,6 +80,8 @@ class Session {
   };
   void check_tokens(const std::vector<int32_t>& tokens) const;
   void check_room(int64_t rows, const char* what) const;
+  int check_tree(const std::vector<int32_t>& tokens, const std::vector<int32_t>& parents) const;  // the depth of the deepest row
+  void append_rows(std::vector<float>& values, const void* rows, size_t count, bool is_int);
   void end_others();
   void upload_rows(const Rows& rows);
   void upload_state(int kv_len, int n_rows);

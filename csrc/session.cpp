@@ -174,7 +174,7 @@ void Session::step(int32_t token, float* logits) {
   ++length_;
 }
 
-void Session::verify(const std::vector<int32_t>& tokens, const std::vector<int32_t>& parents, float* logits) {
+int Session::check_tree(const std::vector<int32_t>& tokens, const std::vector<int32_t>& parents) const {
   const size_t m = tokens.size();
   if (m == 0) throw Error("RequestError", "verify of no rows");
   if (parents.size() != m) {
@@ -195,11 +195,40 @@ void Session::verify(const std::vector<int32_t>& tokens, const std::vector<int32
   check_tokens(tokens);
   const int deepest = *std::max_element(depth.begin(), depth.end());
   check_room(deepest + 1, "verify");
+  return deepest;
+}
+
+void Session::verify(const std::vector<int32_t>& tokens, const std::vector<int32_t>& parents, float* logits) {
+  const int deepest = check_tree(tokens, parents);
   end_others();
   run({tokens, parents, deepest}, true, true, nullptr);
   check_fault("verify");
-  backend_->download(logits, forward_->logits(), sizeof(float) * m * static_cast<size_t>(config_.vocab_size));
+  backend_->download(logits, forward_->logits(), sizeof(float) * tokens.size() * static_cast<size_t>(config_.vocab_size));
   verified_ = parents;
+}
+
+std::vector<Session::TapRows> Session::verify_taps(const std::vector<int32_t>& tokens, const std::vector<int32_t>& parents) {
+  const int deepest = check_tree(tokens, parents);
+  end_others();
+  std::vector<TapRows> all;
+  const Tap tap = [&](const std::string& name, const void* rows, int dim, bool is_int) {
+    all.push_back({name, dim, {}});
+    append_rows(all.back().values, rows, tokens.size() * static_cast<size_t>(dim), is_int);
+  };
+  run({tokens, parents, deepest}, false, true, &tap);
+  tap("logits", forward_->logits(), config_.vocab_size, false);
+  check_fault("verify");
+  return all;
+}
+
+void Session::append_rows(std::vector<float>& values, const void* rows, size_t count, bool is_int) {
+  const size_t old = values.size();
+  values.resize(old + count);
+  backend_->download(values.data() + old, rows, sizeof(float) * count);
+  if (!is_int) return;
+  std::vector<int32_t> ints(count);
+  backend_->download(ints.data(), rows, sizeof(int32_t) * count);
+  std::copy(ints.begin(), ints.end(), values.begin() + old);
 }
 
 void Session::commit(const std::vector<int32_t>& path) {
@@ -242,14 +271,7 @@ std::vector<Session::TapRows> Session::taps(const std::vector<int32_t>& tokens, 
                            name.find(".moe.") != std::string::npos;
     if (operation && !operations) return;
     if (length_ == 0) all.push_back({name, dim, {}});  // later chunks come by the same names in the same order
-    std::vector<float>& values = all[next++].values;
-    const size_t count = n * static_cast<size_t>(dim), old = values.size();
-    values.resize(old + count);
-    backend_->download(values.data() + old, rows, sizeof(float) * count);
-    if (!is_int) return;
-    std::vector<int32_t> ints(count);
-    backend_->download(ints.data(), rows, sizeof(int32_t) * count);
-    std::copy(ints.begin(), ints.end(), values.begin() + old);
+    append_rows(all[next++].values, rows, n * static_cast<size_t>(dim), is_int);
   };
   try {
     for (size_t at = 0; at < tokens.size(); at += n) {

@@ -231,11 +231,12 @@ def _round(entry: I32) -> Round:
 
 
 class CsrcEngine:
-    """A `harness.protocol.Engine`: ``csrc/`` on one device."""
+    """A `harness.protocol.Engine`: ``csrc/`` on one device. `harness.build.BuildError` if it cannot be built."""
 
     def __init__(self, device: str) -> None:
         self.name = "csrc"
         self.device = device
+        self._ops = library(device)
 
     def load(
         self,
@@ -247,14 +248,13 @@ class CsrcEngine:
         poison: bool = False,
         graphs: bool = True,
     ) -> CsrcSession:
-        """Open a KDTR file as the protocol says; `harness.build.BuildError` if the engine cannot be built."""
+        """Open a KDTR file as the protocol says."""
         if context is not None and context < 1:
             raise RequestError(f"context {context} is below 1")
-        ops = library(self.device)
         name = _bytes(os.fsencode(path)), _bytes(os.fspath(path).encode("utf-8", "backslashreplace"))
         with named_errors():
-            handle = ops.session_open(*name, self.device, precision, context or 0, max_rows, poison, graphs)
-        return CsrcSession(ops, handle)
+            handle = self._ops.session_open(*name, self.device, precision, context or 0, max_rows, poison, graphs)
+        return CsrcSession(self._ops, handle)
 
     def kernels(self, precision: str, moe: bool) -> frozenset[str]:
         """Kernels that a decode must have launched (csrc/ops.h names them)."""

@@ -156,6 +156,9 @@ class Session(Protocol):
         layer, the names of ``OPERATION_TAPS`` that it has.
         """
 
+    # An engine may also have verify_taps(tokens, parents) -> Mapping[str, F32]: a tree run as by verify, every
+    # operation's rows [M, width]. With it `kdtree trace` names the operation at which a tree's row goes wrong.
+
     def counters(self) -> Mapping[str, int]:
         """Kernel launches by name since the session was opened or ``reset_counters``."""
 
