@@ -1,0 +1,123 @@
+// CudaBackend: one CUDA device's memory, step graphs and launch counters. The operations are in the .cu files beside this one,
+// one family a file, each over raw pointers.
+//
+// Everything runs on one private stream in the order of the calls. A step is captured into a graph the first time its key
+// is seen and replayed from then on; what a replay launches is counted as if it were launched one by one.
+#pragma once
+#include <cuda_runtime.h>
+
+#include <map>
+#include <memory>
+#include <string>
+#include <unordered_map>
+
+#include "../ops.h"
+#include "check.h"
+
+namespace kdtree {
+
+class CudaBackend final : public Backend {
+ public:
+  CudaBackend(int device, bool poison);
+  ~CudaBackend() override;
+  CudaBackend(const CudaBackend&) = delete;
+  CudaBackend& operator=(const CudaBackend&) = delete;
+
+  const char* name() const override { return name_.c_str(); }
+
+  void* alloc(size_t bytes, const char* what) override;
+  void free(void* p) override;
+  const void* resident(const void* host, size_t bytes, const char* what) override;
+  void upload(void* dst, const void* host, size_t bytes) override;
+  void download(void* host, const void* src, size_t bytes) override;
+  void fill_zero(void* dst, size_t bytes) override;
+  MemoryInfo memory() const override { return memory_; }
+  std::string broken_guard() override;
+
+  void step(const std::string& key, const std::function<void()>& body) override;
+  void set_graphs(bool on) override { graphs_on_ = on; }
+  void drop_graphs() override;
+
+  std::map<std::string, uint64_t> counters() const override { return counters_; }
+  void reset_counters() override { counters_.clear(); }
+
+  size_t linear_scratch(int n, int k, int max_rows) const override;
+  size_t attention_scratch(const MlaDims& dims, int max_rows, int max_keys) const override;
+  size_t moe_scratch(int max_rows, int top_k, int experts, int inner, int dim) const override;
+  size_t select_scratch(int max_rows, int vocab) const override;
+  size_t tree_scratch(int vocab, int block_size, int budget) const override;
+  size_t commit_scratch(int n_layers, int rank, int rope, int max_rows) const override;
+
+  void embed(const EmbedArgs& a) override;
+  void rms_norm(float* out, const float* x, const float* w, float eps, int dim, int max_rows, const int32_t* n_rows) override;
+  void linear(const LinearArgs& a) override;
+  void mla_prepare(const MlaPrepareArgs& a) override;
+  void mla_attention(const MlaAttentionArgs& a) override;
+  void mla_value(const MlaValueArgs& a) override;
+  void router(const RouterArgs& a) override;
+  void moe(const MoeArgs& a) override;
+  void select(const SelectArgs& a) override;
+  void tree_root(const Rows& rows, StepState* state) override;
+  void tree_build(const TreeBuildArgs& a) override;
+  void accept(const AcceptArgs& a) override;
+  void kv_commit(const KvCommitArgs& a) override;
+  void record(const RecordArgs& a) override;
+  void record_tree(const RecordTreeArgs& a) override;
+
+ private:
+  struct Allocation {
+    std::string what;
+    size_t bytes;
+  };
+  struct Graph {
+    cudaGraphExec_t exec;
+    std::map<std::string, uint64_t> launches;
+  };
+
+  // Launches a kernel on the private stream, counts it and checks the launch. `counter` is its name in counters().
+  template <typename... Parameters, typename... Arguments>
+  void launch(const char* counter, void (*kernel)(Parameters...), dim3 grid, int threads, size_t shared_bytes, Arguments&&... arguments) {
+    cudaLaunchAttribute overlap{};
+    overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    overlap.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t config{};
+    config.gridDim = grid;
+    config.blockDim = dim3(static_cast<unsigned>(threads));
+    config.dynamicSmemBytes = shared_bytes;
+    config.stream = stream_;
+    config.attrs = &overlap;
+    config.numAttrs = overlaps_ && after_kernel_ ? 1 : 0;
+    const cudaError_t code = cudaLaunchKernelEx(&config, kernel, std::forward<Arguments>(arguments)...);
+    if (code != cudaSuccess) fail_launch(code, counter, grid, threads, shared_bytes);
+    after_kernel_ = true;
+    ++(*counting_)[counter];
+  }
+  [[noreturn]] void fail_launch(cudaError_t code, const char* counter, dim3 grid, int threads, size_t shared_bytes) const;
+  // Lets `kernel` be launched with more than the 48 KiB of dynamic shared memory that need no asking; throws what the device lacks.
+  void reserve_shared(const void* kernel, const char* counter, size_t bytes);
+
+  void enter(const char* call, bool capturable);
+  char* take(size_t bytes, const char* what);
+  void capture(const std::string& key, const std::function<void()>& body);
+
+  int device_;
+  bool poison_;
+  std::string name_;
+  cudaStream_t stream_ = nullptr;
+  bool overlaps_ = false;      // the device and the code image both know programmatic dependent launch
+  bool after_kernel_ = false;  // the stream's last item is a kernel: only then may the next one overlap it
+  size_t shared_limit_ = 0;    // dynamic shared memory a block may have, bytes
+  std::unordered_map<const void*, size_t> shared_reserved_;
+
+  std::map<char*, Allocation> allocations_;
+  MemoryInfo memory_{0, 0};
+  char* staging_ = nullptr;  // pinned, for small downloads
+
+  bool graphs_on_ = true;
+  bool capturing_ = false;
+  std::unordered_map<std::string, Graph> graphs_;
+  std::map<std::string, uint64_t> counters_;
+  std::map<std::string, uint64_t>* counting_ = &counters_;
+};
+
+}  // namespace kdtree

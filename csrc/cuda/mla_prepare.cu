@@ -1,0 +1,149 @@
+// mla_prepare: absorbs W_UK into the query, rotates q_rope and k_rope, norms the latent and writes the step's cache rows, in one
+// launch whose blocks have one of two roles.
+//
+//   head role (head h, 256 latent columns): q_lat[m,h,r] = sum_n q_nope[m,h,n] * kv_b[h,n,r], thread per column r, n ascending;
+//     the block of the first columns also rotates q_rope of its head.
+//   row role: a warp a row: 1/rms of the latent (lane strides, then butterfly), latent and rotated k_rope into the cache.
+// Bytes: H*N*R weights once a tile of 8 rows; flops 2*M*H*N*R. Bound by weight bytes for small M.
+#include "backend.h"
+#include "device.cuh"
+
+namespace kdtree {
+namespace {
+
+using namespace cuda;
+
+constexpr int kThreads = 256;
+constexpr int kAhead = 8;  // weight rows a thread has in flight
+
+// (a, b) -> (a cos - b sin, a sin + b cos)
+__device__ __forceinline__ float2 rotate(float2 pair, float2 cos_sin) {
+  return make_float2(__fmaf_rn(pair.x, cos_sin.x, -__fmul_rn(pair.y, cos_sin.y)), __fmaf_rn(pair.x, cos_sin.y, __fmul_rn(pair.y, cos_sin.x)));
+}
+
+struct PrepareParams {
+  MlaDims dims;
+  const float* q;
+  const float* kv;
+  const float* kv_norm_w;
+  float eps;
+  const float* kv_b;
+  const float* cos_sin;
+  float* q_lat;
+  float* q_rope;
+  MlaCache cache;
+  const int32_t* depths;
+  int max_rows;
+  const StepState* state;
+};
+
+__device__ __forceinline__ float2 angle(const PrepareParams& p, int position, int pair) {
+  const float* entry = p.cos_sin + (static_cast<size_t>(position) * (p.dims.rope / 2) + pair) * 2;
+  return make_float2(__ldg(entry), __ldg(entry + 1));
+}
+
+template <int TM>
+__device__ void write_cache_rows(const PrepareParams& p, int m0, int n_rows, int kv_len) {
+  const int lane = threadIdx.x % kWarp, rank = p.dims.rank, rope = p.dims.rope;
+  const int m = m0 + static_cast<int>(threadIdx.x) / kWarp;
+  if (m >= min(n_rows, m0 + TM)) return;
+  const int slot = kv_len + m;
+  KD_ASSERT(slot < p.cache.slots, "mla_prepare: the cache is full");
+  const float* kv = p.kv + static_cast<size_t>(m) * (rank + rope);
+  float ss = 0.f;
+  for (int r = lane; r < rank; r += kWarp) ss = __fmaf_rn(kv[r], kv[r], ss);
+  const float inverse = inverse_rms(warp_sum(ss), rank, p.eps);
+  for (int r = lane; r < rank; r += kWarp) {
+    p.cache.latent[static_cast<size_t>(slot) * rank + r] = __fmul_rn(__fmul_rn(kv[r], inverse), __ldg(p.kv_norm_w + r));
+  }
+  const int position = kv_len + p.depths[m];
+  for (int i = lane; i < rope / 2; i += kWarp) {
+    const float2 out = rotate(make_float2(kv[rank + 2 * i], kv[rank + 2 * i + 1]), angle(p, position, i));
+    float* k_rope = p.cache.k_rope + static_cast<size_t>(slot) * rope + 2 * i;
+    k_rope[0] = out.x, k_rope[1] = out.y;
+  }
+}
+
+template <int TM>
+__global__ __launch_bounds__(kThreads, 1) void prepare_kernel(const __grid_constant__ PrepareParams p, int column_blocks) {
+  extern __shared__ float nope[];  // [TM, dims.nope]
+  allow_next();
+  const int m0 = blockIdx.y * TM;
+  const int head = blockIdx.x / column_blocks, column_block = blockIdx.x % column_blocks;
+  if (head == p.dims.heads) {
+    wait_for_previous();
+    write_cache_rows<TM>(p, m0, active_rows(&p.state->n_rows, p.max_rows), p.state->kv_len);
+    return;
+  }
+  const int rank = p.dims.rank, n = p.dims.nope, q_dim = n + p.dims.rope;
+  const int r = column_block * kThreads + threadIdx.x;
+  const bool inside = r < rank;
+  const float* w = p.kv_b + static_cast<size_t>(head) * (n + p.dims.v) * rank + (inside ? r : 0);
+  float ahead[kAhead];
+#pragma unroll
+  for (int i = 0; i < kAhead; ++i) ahead[i] = i < n ? __ldg(w + static_cast<size_t>(i) * rank) : 0.f;
+
+  wait_for_previous();
+  const int n_rows = active_rows(&p.state->n_rows, p.max_rows);
+  if (m0 > 0 && m0 >= n_rows) return;
+  for (int i = threadIdx.x; i < TM * n; i += kThreads) {
+    const int m = m0 + i / n;
+    nope[i] = p.q[(static_cast<size_t>(i < n || m < n_rows ? m : m0) * p.dims.heads + head) * q_dim + i % n];
+  }
+  __syncthreads();
+  float acc[TM] = {};
+  for (int base = 0; base < n; base += kAhead) {
+    float v[kAhead];
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) {
+      v[i] = ahead[i];
+      const int next = base + kAhead + i;
+      ahead[i] = next < n ? __ldg(w + static_cast<size_t>(next) * rank) : 0.f;
+    }
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) {
+      if (base + i >= n) break;
+#pragma unroll
+      for (int t = 0; t < TM; ++t) acc[t] = __fmaf_rn(nope[t * n + base + i], v[i], acc[t]);
+    }
+  }
+#pragma unroll
+  for (int t = 0; t < TM; ++t) {
+    if (inside && m0 + t < n_rows) p.q_lat[(static_cast<size_t>(m0 + t) * p.dims.heads + head) * rank + r] = acc[t];
+  }
+  if (column_block != 0) return;
+  const int pairs = p.dims.rope / 2;
+  for (int i = threadIdx.x; i < TM * pairs; i += kThreads) {
+    const int m = m0 + i / pairs, pair = i % pairs;
+    if (m >= n_rows) break;
+    const float* in = p.q + (static_cast<size_t>(m) * p.dims.heads + head) * q_dim + n + 2 * pair;
+    const float2 out = rotate(make_float2(in[0], in[1]), angle(p, p.state->kv_len + p.depths[m], pair));
+    float* q_rope = p.q_rope + (static_cast<size_t>(m) * p.dims.heads + head) * p.dims.rope + 2 * pair;
+    q_rope[0] = out.x, q_rope[1] = out.y;
+  }
+}
+
+void (*prepare_for(int tm))(PrepareParams, int) {
+  switch (tm) {
+    case 1: return prepare_kernel<1>;
+    case 2: return prepare_kernel<2>;
+    case 4: return prepare_kernel<4>;
+    default: return prepare_kernel<8>;
+  }
+}
+
+}  // namespace
+
+void CudaBackend::mla_prepare(const MlaPrepareArgs& a) {
+  const int rows = a.rows.max_rows;
+  if (rows <= 0) return;
+  const PrepareParams p{a.dims, a.q, a.kv, a.kv_norm_w, a.eps, a.kv_b, a.cos_sin, a.q_lat, a.q_rope, a.cache, a.rows.depths, rows, a.state};
+  const int tm = rows >= 5 ? 8 : rows >= 3 ? 4 : rows;
+  const int column_blocks = (a.dims.rank + kThreads - 1) / kThreads;
+  const size_t shared = sizeof(float) * tm * static_cast<size_t>(a.dims.nope);
+  const auto kernel = prepare_for(tm);
+  reserve_shared(reinterpret_cast<const void*>(kernel), "mla_prepare", shared);
+  launch("mla_prepare", kernel, dim3(a.dims.heads * column_blocks + 1, (rows + tm - 1) / tm), kThreads, shared, p, column_blocks);
+}
+
+}  // namespace kdtree

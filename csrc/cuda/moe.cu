@@ -1,0 +1,284 @@
+// moe: the chosen experts of every row and the shared expert, in two launches driven by the expert ids.
+//
+//   gate_up: a block takes one distinct expert and eight of its inner outputs for all rows that chose it (a warp: one gate row and
+//     one up row), so an expert's weights are read once for up to TM rows; further blocks do the shared expert. Norm in the prologue.
+//   down: a block takes one row and a few of its outputs; warps take (choice, outputs), and the products are added in the order of
+//     choice, then the shared expert's, then the residual.
+// Bytes: the distinct experts' gate and up once (TM rows at a time), down once a row, neighbours sharing it through L2.
+// Bound by weight bytes. Reduction order: tile.cuh with K = D for gate and up, K = I for down; no other row has a say.
+#include "backend.h"
+#include "tile.cuh"
+
+namespace kdtree {
+namespace {
+
+using namespace cuda;
+
+constexpr int kExpertWords = 32;  // 32-bit words of the set of distinct experts: at most 1024 experts
+constexpr int kMaxExperts = 32 * kExpertWords;
+
+struct GateUpParams {
+  const float* x;
+  int dim;
+  const float* norm_w;
+  float eps;
+  const int32_t* ids;
+  int top_k;
+  Weight gate, up, shared_gate, shared_up;
+  float* act;
+  float* shared_act;
+  int max_rows;
+  const int32_t* n_rows;
+  int tiles, shared_tiles, shared_blocks;  // blocks an expert, blocks a row tile of the shared expert, blocks of the shared expert
+};
+
+// The slot-th distinct expert of the step in ascending order, or -1. Called by the whole block.
+__device__ int distinct_expert(const int32_t* ids, int count, int slot, uint32_t* set, int* found) {
+  if (threadIdx.x < kExpertWords) set[threadIdx.x] = 0;
+  __syncthreads();
+  for (int i = threadIdx.x; i < count; i += kTileThreads) atomicOr(set + ids[i] / 32, 1u << (ids[i] % 32));
+  __syncthreads();
+  if (threadIdx.x < kWarp) {
+    const uint32_t word = set[threadIdx.x];
+    const int mine = __popc(word);
+    int upto = mine;
+#pragma unroll
+    for (int d = 1; d < kWarp; d *= 2) {
+      const int below = __shfl_up_sync(kAll, upto, d);
+      if (static_cast<int>(threadIdx.x) >= d) upto += below;
+    }
+    const int total = __shfl_sync(kAll, upto, kWarp - 1);
+    if (slot >= total) {
+      if (threadIdx.x == 0) *found = -1;
+    } else if (upto - mine <= slot && slot < upto) {
+      uint32_t rest = word;
+      for (int below = upto - mine; below < slot; ++below) rest &= rest - 1;  // drops the lowest bit
+      *found = static_cast<int>(threadIdx.x) * 32 + __ffs(static_cast<int>(rest)) - 1;
+    }
+  }
+  __syncthreads();
+  return *found;
+}
+
+// Lists the places row*top_k + choice where `expert` was chosen, rows ascending; returns how many. Called by the whole block.
+__device__ int rows_of_expert(const int32_t* ids, int n_rows, int top_k, int expert, int32_t* list, int* length) {
+  if (threadIdx.x < kWarp) {
+    int n = 0;
+    for (int base = 0; base < n_rows; base += kWarp) {
+      const int m = base + static_cast<int>(threadIdx.x);
+      int place = -1;
+      for (int j = 0; m < n_rows && j < top_k; ++j) {
+        if (ids[m * top_k + j] == expert) place = m * top_k + j;
+      }
+      const unsigned chosen = __ballot_sync(kAll, place >= 0);
+      if (place >= 0) list[n + __popc(chosen & ((1u << threadIdx.x) - 1))] = place;
+      n += __popc(chosen);
+    }
+    if (threadIdx.x == 0) *length = n;
+  }
+  __syncthreads();
+  return *length;
+}
+
+// silu(gate)*up of the row that is this lane's.
+template <WeightKind KIND, int VEC, int TM>
+__device__ __forceinline__ float activation(const PairTile<KIND, VEC, TM>& tile, float eps, const float (*squares)[TM]) {
+  const float2 y = tile.of_lane();
+  const float inverse = tile.inverse(tile.lane, eps, squares);
+  return __fmul_rn(silu(__fmul_rn(y.x, inverse)), __fmul_rn(y.y, inverse));
+}
+
+template <WeightKind KIND, int VEC, int TM>
+__global__ __launch_bounds__(kTileThreads, 1) void gate_up_kernel(const __grid_constant__ GateUpParams p) {
+  extern __shared__ __align__(16) float xs[];
+  __shared__ float squares[kTileWarps][TM];
+  __shared__ uint32_t set[kExpertWords];
+  __shared__ int found, length;
+  allow_next();
+  const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+  const float* x[TM];
+
+  if (static_cast<int>(blockIdx.x) < p.shared_blocks) {
+    const int m0 = static_cast<int>(blockIdx.x) / p.shared_tiles * TM;
+    const int i = static_cast<int>(blockIdx.x) % p.shared_tiles * kTileWarps + warp, row = min(i, p.shared_gate.n - 1);
+    PairTile<WeightKind::kF32, VEC, TM> tile(weight_row<WeightKind::kF32>(p.shared_gate.data, nullptr, row, p.dim),
+                                             weight_row<WeightKind::kF32>(p.shared_up.data, nullptr, row, p.dim), p.dim);
+    wait_for_previous();
+    const int n_rows = active_rows(p.n_rows, p.max_rows);
+    if (m0 > 0 && m0 >= n_rows) return;
+#pragma unroll
+    for (int r = 0; r < TM; ++r) x[r] = p.x + static_cast<size_t>(r == 0 || m0 + r < n_rows ? m0 + r : m0) * p.dim;
+    tile.run(x, p.norm_w, xs, squares);
+    const int m = m0 + lane;
+    if (lane < TM && m < n_rows && i < p.shared_gate.n) p.shared_act[static_cast<size_t>(m) * p.shared_gate.n + i] = activation(tile, p.eps, squares);
+    return;
+  }
+
+  wait_for_previous();
+  const int n_rows = active_rows(p.n_rows, p.max_rows);
+  const int slot = (static_cast<int>(blockIdx.x) - p.shared_blocks) / p.tiles;
+  const int i = (static_cast<int>(blockIdx.x) - p.shared_blocks) % p.tiles * kTileWarps + warp;
+  if (slot >= n_rows * p.top_k) return;
+  int expert, rows;
+  __shared__ int32_t only;
+  int32_t* list = &only;
+  if constexpr (TM == 1) {  // one row: its choices are distinct, slot and choice are the same
+    expert = p.ids[slot];
+    if (threadIdx.x == 0) only = slot;
+    rows = 1;
+    __syncthreads();
+  } else {
+    list = reinterpret_cast<int32_t*>(xs + kTileFloats);  // [max_rows], after the tile
+    expert = distinct_expert(p.ids, n_rows * p.top_k, slot, set, &found);
+    if (expert < 0) return;
+    rows = rows_of_expert(p.ids, n_rows, p.top_k, expert, list, &length);
+  }
+  KD_ASSERT(expert >= 0 && expert < p.gate.e, "moe: an expert id out of range");
+  const size_t row = static_cast<size_t>(expert) * p.gate.n + min(i, p.gate.n - 1);
+  for (int first = 0; first < rows; first += TM) {
+    PairTile<KIND, VEC, TM> tile(weight_row<KIND>(p.gate.data, p.gate.scale, row, p.dim), weight_row<KIND>(p.up.data, p.up.scale, row, p.dim), p.dim);
+    if (first > 0) __syncthreads();  // everyone has read the tile before and its sums of squares
+#pragma unroll
+    for (int r = 0; r < TM; ++r) x[r] = p.x + static_cast<size_t>(list[min(first + r, rows - 1)] / p.top_k) * p.dim;
+    tile.run(x, p.norm_w, xs, squares);
+    const int r = first + lane;
+    if (lane < TM && r < rows && i < p.gate.n) p.act[static_cast<size_t>(list[r]) * p.gate.n + i] = activation(tile, p.eps, squares);
+  }
+}
+
+struct DownParams {
+  const int32_t* ids;
+  const float* weights;
+  int top_k, dim;
+  Weight down, shared_down;
+  const float* act;
+  const float* shared_act;
+  float* out;
+  int max_rows;
+  const int32_t* n_rows;
+};
+
+// Products of COLUMNS consecutive weight rows with one activation row; every lane gets them.
+template <WeightKind KIND, int VEC, int COLUMNS>
+__device__ __forceinline__ void row_products(float (&acc)[COLUMNS], const Weight& w, size_t first, int last, const float* x, int lane) {
+  using Piece = Fragment<KIND, VEC>;
+  const int k = w.k;
+  WeightRow row[COLUMNS];
+#pragma unroll
+  for (int c = 0; c < COLUMNS; ++c) {
+    row[c] = weight_row<KIND>(w.data, w.scale, first + min(c, last), k);
+    acc[c] = 0.f;
+  }
+  for (int k0 = 0; k0 < k; k0 += kUnroll * Piece::kStep) {
+    Piece piece[COLUMNS];
+#pragma unroll
+    for (int c = 0; c < COLUMNS; ++c) piece[c].load(row[c], k0, k, lane);
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      if (k0 + u * Piece::kStep >= k) break;
+      float v[Piece::kLane];
+      const int at = k0 + u * Piece::kStep + lane * Piece::kLane;
+      if (VEC == 4 ? at + Piece::kLane <= k : false) {
+        load_lane(v, x + at);
+      } else {
+#pragma unroll
+        for (int e = 0; e < Piece::kLane; ++e) v[e] = at + e < k ? x[at + e] : 0.f;
+      }
+#pragma unroll
+      for (int c = 0; c < COLUMNS; ++c) acc[c] = piece[c].fold(acc[c], u, v);
+    }
+  }
+#pragma unroll
+  for (int c = 0; c < COLUMNS; ++c) acc[c] = warp_sum(acc[c]);
+}
+
+// OUTPUTS outputs of one row a block, COLUMNS of them a warp at a time.
+template <WeightKind KIND, int VEC, int OUTPUTS, int COLUMNS>
+__global__ __launch_bounds__(kTileThreads, 1) void down_kernel(const __grid_constant__ DownParams p) {
+  extern __shared__ float product[];  // [top_k + 1, OUTPUTS]
+  allow_next();
+  wait_for_previous();
+  const int m = blockIdx.x, d0 = blockIdx.y * OUTPUTS, lane = threadIdx.x % kWarp;
+  if (m > 0 && m >= active_rows(p.n_rows, p.max_rows)) return;
+  const bool shared = p.shared_down.n > 0;
+  constexpr int kGroups = OUTPUTS / COLUMNS;
+  const int units = (p.top_k + (shared ? 1 : 0)) * kGroups;
+  for (int unit = threadIdx.x / kWarp; unit < units; unit += kTileWarps) {
+    const int j = unit / kGroups, offset = unit % kGroups * COLUMNS;
+    const int d = min(d0 + offset, p.dim - 1), last = p.dim - 1 - d;
+    float acc[COLUMNS];
+    if (j < p.top_k) {
+      const int place = m * p.top_k + j, expert = p.ids[place];
+      KD_ASSERT(expert >= 0 && expert < p.down.e, "moe: an expert id out of range");
+      row_products<KIND, VEC, COLUMNS>(acc, p.down, static_cast<size_t>(expert) * p.dim + d, last, p.act + static_cast<size_t>(place) * p.down.k, lane);
+    } else {
+      row_products<WeightKind::kF32, VEC, COLUMNS>(acc, p.shared_down, d, last, p.shared_act + static_cast<size_t>(m) * p.shared_down.k, lane);
+    }
+#pragma unroll
+    for (int c = 0; c < COLUMNS; ++c) {
+      if (lane == c) product[j * OUTPUTS + offset + c] = acc[c];
+    }
+  }
+  __syncthreads();
+  const int d = d0 + threadIdx.x;
+  if (threadIdx.x >= OUTPUTS || d >= p.dim) return;
+  float sum = 0.f;
+  for (int j = 0; j < p.top_k; ++j) sum = __fmaf_rn(p.weights[m * p.top_k + j], product[j * OUTPUTS + threadIdx.x], sum);
+  if (shared) sum = __fadd_rn(sum, product[p.top_k * OUTPUTS + threadIdx.x]);
+  float* out = p.out + static_cast<size_t>(m) * p.dim + d;
+  *out = __fadd_rn(*out, sum);
+}
+
+template <WeightKind KIND, int VEC>
+void (*gate_up_for(int tm))(GateUpParams) {
+  return tm == 1 ? gate_up_kernel<KIND, VEC, 1> : tm == 2 ? gate_up_kernel<KIND, VEC, 2> : gate_up_kernel<KIND, VEC, 4>;
+}
+
+template <WeightKind KIND, int VEC>
+void (*down_for(bool wide))(DownParams) {
+  return wide ? down_kernel<KIND, VEC, 8, 4> : down_kernel<KIND, VEC, 2, 2>;
+}
+
+}  // namespace
+
+size_t CudaBackend::moe_scratch(int, int, int, int, int) const { return 0; }
+
+void CudaBackend::moe(const MoeArgs& a) {
+  if (a.max_rows <= 0) return;
+  if (a.gate.e > kMaxExperts) {
+    throw Error("ConfigError", name_ + ": n_routed_experts " + std::to_string(a.gate.e) + " is above the " + std::to_string(kMaxExperts) +
+                                   " that moe is built for");
+  }
+  const bool int4 = a.gate.kind == WeightKind::kInt4;
+  const int tm = a.max_rows >= 3 ? 4 : a.max_rows, shared_n = a.shared_gate.n;
+  const int slots = a.max_rows * a.top_k < a.gate.e ? a.max_rows * a.top_k : a.gate.e;
+
+  GateUpParams g{};
+  g.x = a.x, g.dim = a.dim, g.norm_w = a.norm_w, g.eps = a.eps, g.ids = a.ids, g.top_k = a.top_k;
+  g.gate = a.gate, g.up = a.up, g.shared_gate = a.shared_gate, g.shared_up = a.shared_up;
+  g.act = a.act, g.shared_act = a.shared_act, g.max_rows = a.max_rows, g.n_rows = a.n_rows;
+  g.tiles = (a.gate.n + kTileWarps - 1) / kTileWarps;
+  g.shared_tiles = (shared_n + kTileWarps - 1) / kTileWarps;
+  g.shared_blocks = g.shared_tiles * ((a.max_rows + tm - 1) / tm);
+  const bool plain = vector_ready(a.x, a.dim) && vector_ready(a.norm_w, a.dim) && vector_ready(a.shared_gate.data, a.dim) &&
+                     vector_ready(a.shared_up.data, a.dim) &&
+                     (int4 || (vector_ready(a.gate.data, a.dim) && vector_ready(a.up.data, a.dim)));
+  const auto gate_up = int4 ? (plain ? gate_up_for<WeightKind::kInt4, 4>(tm) : gate_up_for<WeightKind::kInt4, 1>(tm))
+                            : (plain ? gate_up_for<WeightKind::kF32, 4>(tm) : gate_up_for<WeightKind::kF32, 1>(tm));
+  const size_t tile = tile_shared_bytes(tm, a.dim, WeightKind::kInt4);  // the wider of the two kinds a block may be
+  const size_t shared = tm == 1 ? tile : sizeof(float) * kTileFloats + sizeof(int32_t) * static_cast<size_t>(a.max_rows);
+  reserve_shared(reinterpret_cast<const void*>(gate_up), "experts", shared);
+  launch(int4 ? "experts_int4" : "experts_f32", gate_up, dim3(g.shared_blocks + slots * g.tiles), kTileThreads, shared, g);
+
+  DownParams d{a.ids, a.weights, a.top_k, a.dim, a.down, a.shared_down, a.act, a.shared_act, a.out, a.max_rows, a.n_rows};
+  const bool vector = vector_ready(a.act, a.down.k) && (int4 || vector_ready(a.down.data, a.down.k)) &&
+                      (shared_n == 0 || (vector_ready(a.shared_act, a.shared_down.k) && vector_ready(a.shared_down.data, a.shared_down.k)));
+  const bool wide = a.dim >= 1024;  // small models: more blocks and less work in each
+  const auto down = int4 ? (vector ? down_for<WeightKind::kInt4, 4>(wide) : down_for<WeightKind::kInt4, 1>(wide))
+                         : (vector ? down_for<WeightKind::kF32, 4>(wide) : down_for<WeightKind::kF32, 1>(wide));
+  const int outputs = wide ? 8 : 2;
+  launch(int4 ? "experts_int4_down" : "experts_f32_down", down, dim3(a.max_rows, (a.dim + outputs - 1) / outputs), kTileThreads,
+         sizeof(float) * (a.top_k + 1) * outputs, d);
+}
+
+}  // namespace kdtree
