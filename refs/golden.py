@@ -123,7 +123,7 @@ def _margins(
     gaps: dict[str, list[float]] = {"top1": [], "router": [], "group": []}
     for i, row in enumerate(logits[: len(logits) - 1] if len(logits) > 1 else logits):
         top = np.sort(scores(row, n - 1 + i, run.temperature, run.seed), kind="stable")[::-1]
-        gaps["top1"] += (top[0] - top[1 : 1 + max(1, int((top[1:] == top[0]).sum()) + 1)]).tolist()
+        gaps["top1"] += (top[0] - top[1 : 1 + max(1, int(np.count_nonzero(top[1:] == top[0])) + 1)]).tolist()
     for layer in range(c.first_k_dense, c.num_layers):
         biased = sigmoid(taps[f"layers.{layer}.moe.router_logits"]) + model.router_bias(layer)
         ranked = -np.sort(-open_experts(c, biased), axis=1, kind="stable")[:, : c.num_experts_per_tok + 1]
