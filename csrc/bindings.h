@@ -8,6 +8,14 @@
 
 #include "error.h"
 
+// The namespace in torch.ops; the build sets it, one for each device, so that the builds do not collide in a process.
+#ifndef KDTREE_LIBRARY
+#define KDTREE_LIBRARY kdtree
+#endif
+// One step of macro expansion, so that KDTREE_LIBRARY is a name by the time torch's macros paste it.
+#define KDTREE_LIBRARY_FRAGMENT(ns, m) STABLE_TORCH_LIBRARY_FRAGMENT(ns, m)
+#define KDTREE_LIBRARY_IMPL(ns, m) STABLE_TORCH_LIBRARY_IMPL(ns, CompositeExplicitAutograd, m)
+
 namespace kdtree {
 
 using torch::stable::Tensor;

@@ -281,7 +281,7 @@ void record_tree(int64_t handle, Tensor dst, std::vector<Tensor> rows, Tensor ac
 }  // namespace
 }  // namespace kdtree
 
-STABLE_TORCH_LIBRARY_FRAGMENT(kdtree, m) {
+KDTREE_LIBRARY_FRAGMENT(KDTREE_LIBRARY, m) {
   m.def("backend_open(str device, bool poison) -> int");
   m.def("backend_close(int backend) -> ()");
   m.def("backend_counters(int backend) -> str");
@@ -314,7 +314,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(kdtree, m) {
   m.def("record_tree(int backend, Tensor dst, Tensor[] rows, Tensor accepted, Tensor state) -> ()");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(kdtree, CompositeExplicitAutograd, m) {
+KDTREE_LIBRARY_IMPL(KDTREE_LIBRARY, m) {
   m.impl("backend_open", TORCH_BOX(&kdtree::backend_open));
   m.impl("backend_close", TORCH_BOX(&kdtree::backend_close));
   m.impl("backend_counters", TORCH_BOX(&kdtree::backend_counters));

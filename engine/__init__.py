@@ -6,7 +6,7 @@ from engine.session import CsrcEngine
 
 
 def create(device: str) -> CsrcEngine:
-    """The engine of ``csrc/`` on ``cpu``, ``cuda`` or ``cuda:N``; it is built when first used."""
+    """The engine of ``csrc/`` on ``cpu``, ``cuda`` or ``cuda:N``; built now if the cache lacks it."""
     return CsrcEngine(device)
 
 

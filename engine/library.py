@@ -1,14 +1,15 @@
-"""Builds and loads the extension once per process, and turns its errors into the protocol's classes."""
+"""Builds and loads the extension once per process and device, and turns its errors into the protocol's classes."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import re
 from collections.abc import Iterator
 from typing import Any
 
 from harness import protocol
-from harness.build import build
+from harness.build import NAMESPACE, build
 
 _ERRORS: dict[str, type[protocol.EngineError]] = {
     cls.__name__: cls
@@ -27,29 +28,19 @@ _ERRORS: dict[str, type[protocol.EngineError]] = {
 }
 
 
-@functools.lru_cache(maxsize=1)
+@functools.cache
 def _loaded(kind: str) -> Any:
     import torch
 
     torch.ops.load_library(str(build(kind)))
-    return torch.ops.kdtree
-
-
-_kind: str | None = None
+    return getattr(torch.ops, NAMESPACE[kind])
 
 
 def library(device: str) -> Any:
-    """``torch.ops.kdtree`` with the backend of ``device`` in it; `harness.build.BuildError` if it cannot be built.
-
-    A process holds one build: the CUDA build serves both devices, so it must be asked for first if both are wanted.
-    """
-    global _kind
-    wanted = "cuda" if device.startswith("cuda") else "cpu"
-    if _kind is None:
-        _kind = wanted
-    elif _kind == "cpu" and wanted == "cuda":
-        raise protocol.DeviceError("this process has loaded the CPU build of the engine; create the cuda engine first")
-    return _loaded(_kind)
+    """The ``torch.ops`` namespace of the build for ``device``; `harness.build.BuildError` if it cannot be built."""
+    if re.fullmatch(r"cpu|cuda(:\d{1,3})?", device) is None:
+        raise protocol.DeviceError(f"device {device!r}: known are cpu, cuda and cuda:N")
+    return _loaded(device.partition(":")[0])
 
 
 @contextlib.contextmanager

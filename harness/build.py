@@ -8,6 +8,7 @@ a killed build, only ever lies in a folder that no other process looks at.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import fcntl
 import functools
@@ -26,9 +27,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from harness.cells import INFRASTRUCTURE, PASSED
+
 ROOT = Path(__file__).resolve().parent.parent
 CSRC = ROOT / "csrc"
 NAME = "kdtree"
+NAMESPACE = {"cpu": "kdtree", "cuda": "kdtree_cuda"}  # of torch.ops, by device
 TORCH_API = (
     "0x020b000000000000ULL"  # the stable ABI of torch 2.11: what is compiled runs under this torch or a newer one
 )
@@ -167,6 +171,8 @@ def _flags(device: str, debug: bool, sanitize: str | None) -> dict[str, list[str
     # -ffp-contract=off: the arithmetic says fma where it wants one, everything else must not be fused.
     common = ["-std=c++17", "-ffp-contract=off", f"-DTORCH_TARGET_VERSION={TORCH_API}", "-pthread"]
     common += ["-fno-math-errno", "-Wall", "-Wextra"]
+    # Both builds may live in one process: each has its own torch namespace and shares no symbol with the other.
+    common += [f"-DKDTREE_LIBRARY={NAMESPACE[device]}", "-fvisibility=hidden"]
     common += ["-O1", "-g", "-DKDTREE_DEBUG"] if debug else ["-O1", "-g"] if sanitize else ["-O3"]
     link = ["-pthread"]
     if sanitize is not None:
@@ -305,3 +311,33 @@ def _readable(text: str, log: Path) -> str:
             picked += lines[i : i + 3]
     shown = "\n".join(picked or lines[-12:])
     return f"csrc/ does not compile:\n{shown}\nThe compiler's whole output: {log}"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """``kdtree build``: compile the engine, or say in one line why it cannot be."""
+    parser = argparse.ArgumentParser(
+        prog="kdtree build",
+        description="Compile the engine into the cache (build/ or KDTREE_BUILD) and print where the library is.",
+        epilog=f"exit status: {PASSED} built or found, {INFRASTRUCTURE} it cannot be built here",
+    )
+    parser.add_argument("--device", choices=tuple(NAMESPACE), default="cpu")
+    parser.add_argument("--arch", action="append", metavar="N.N", help="CUDA capability, may be repeated")
+    parser.add_argument("--debug", action="store_true", help="with debug information and device-side messages")
+    parser.add_argument("--sanitize", choices=tuple(SANITIZERS), help="build with sanitizers (load with LD_PRELOAD)")
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of a line")
+    options = parser.parse_args(argv)
+    start = time.monotonic()
+    try:
+        library = build(options.device, options.arch, options.debug, options.sanitize)
+    except BuildError as error:
+        if options.json:
+            print(json.dumps({"error": str(error)}))
+        else:
+            print(f"kdtree build: {error}", file=sys.stderr)
+        return INFRASTRUCTURE
+    seconds = time.monotonic() - start
+    if options.json:
+        print(json.dumps({"library": str(library), "device": options.device, "seconds": round(seconds, 3)}))
+    else:
+        print(library)
+    return PASSED
