@@ -49,6 +49,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--host-name", default=socket.gethostname(), help="how the ledger names this machine")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Share the processors between workers; two threads at least, so that a race between threads can show."""
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    if _is_worker(config) and "OMP_NUM_THREADS" not in os.environ:
+        os.environ.setdefault("KDTREE_THREADS", str(max(2, (os.cpu_count() or 1) // workers)))
+
+
 class Run:
     """The controller's side: from the plan to the ledger."""
 
