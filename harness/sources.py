@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -48,17 +49,17 @@ def tree_hash(root: Path, *folders: str) -> str:
     for folder in folders:
         for path in _files(root / folder):
             data = path.read_bytes()
-            digest.update(f"{path.relative_to(root).as_posix()}\0{len(data)}\0".encode())
+            digest.update(os.fsencode(f"{path.relative_to(root).as_posix()}\0{len(data)}\0"))
             digest.update(data)
     return digest.hexdigest()
 
 
 def _git(root: Path, *arguments: str) -> str | None:
     try:
-        done = subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(["git", *arguments], cwd=root, capture_output=True, timeout=60, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return done.stdout if done.returncode == 0 else None
+    return done.stdout.decode("utf-8", "backslashreplace") if done.returncode == 0 else None
 
 
 def _revision(root: Path) -> tuple[str, tuple[str, ...]]:
