@@ -1,7 +1,8 @@
 """Ask the NVIDIA driver for its GPUs; run as a script in a process of its own, prints one JSON object.
 
-The driver library by ctypes and nothing but the standard library: no torch, so it takes a fraction of a second, and the CUDA
-context that proves a GPU usable ends with this process. Fields: ``gpus``, ``reason`` (when there is none), ``driver``.
+The driver library by ctypes and nothing but the standard library: no torch, so it takes a fraction of a second, and the
+CUDA context that proves a GPU usable ends with this process. Fields: ``gpus``, ``reason`` (when there is none),
+``driver``.
 """
 
 from __future__ import annotations

@@ -1,0 +1,188 @@
+"""Compile every CUDA source for the target architectures without a GPU, and say what each kernel costs.
+
+Guarantees: the flags are those of ``harness/build.py``; a warning of nvcc, of ptxas or of the host compiler is a
+failure, and so is a kernel that spills registers. A result is cached by everything it depends on (the source, every
+header of ``csrc/``, the flags, the compiler), so a second run compiles only what changed.
+
+``python -m harness.nvcc [--arch 9.0 12.0] [--debug] [--json]``; exit status 0 clean, 1 a warning, an error or a spill,
+3 no nvcc.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from harness import build, environment
+from harness.cells import FAILED, INFRASTRUCTURE, PASSED
+from harness.files import write_atomic
+
+TARGETS = ("9.0", "12.0")
+"""Hopper and Blackwell: the architectures that every change is compiled for."""
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One kernel on one architecture, as ptxas reports it; bytes but for registers (per thread)."""
+
+    file: str
+    arch: str
+    name: str
+    registers: int
+    shared: int
+    """Static shared memory a block."""
+    stack: int
+    spill_stores: int
+    spill_loads: int
+
+    @property
+    def spills(self) -> bool:
+        return self.spill_stores > 0 or self.spill_loads > 0
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """One source for one architecture: its kernels, or what the compiler complained of."""
+
+    file: str
+    arch: str
+    kernels: tuple[Kernel, ...]
+    complaint: str
+
+
+def flags(arch: str, debug: bool) -> list[str]:
+    """nvcc's arguments for one architecture such as ``9.0``."""
+    number = arch.replace(".", "")
+    strict = ["-Werror", "all-warnings", "-Xcompiler", "-Wall,-Wextra,-Werror", "-Xptxas", "-v"]
+    return [*build._flags("cuda", debug, None)["cuda"], f"-gencode=arch=compute_{number},code=sm_{number}", *strict]
+
+
+def parse(report: str, file: str, arch: str) -> tuple[Kernel, ...]:
+    """The kernels of a ``ptxas -v`` report."""
+    kernels = []
+    name, stack, stores, loads = "", 0, 0, 0
+    for line in report.splitlines():
+        if found := re.search(r"Compiling entry function '(\S+)'", line):
+            name = found.group(1)
+        elif found := re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", line):
+            stack, stores, loads = (int(n) for n in found.groups())
+        elif found := re.search(r"Used (\d+) registers", line):
+            shared = re.search(r"(\d+) bytes smem", line)
+            size = int(shared.group(1)) if shared else 0
+            kernels.append(Kernel(file, arch, name, int(found.group(1)), size, stack, stores, loads))
+    return tuple(kernels)
+
+
+def readable(names: Sequence[str]) -> list[str]:
+    """C++ names without parameters and namespaces, by c++filt where it is installed."""
+    tool = shutil.which("c++filt")
+    if tool is None or not names:
+        return list(names)
+    done = subprocess.run([tool], input="\n".join(names), capture_output=True, text=True, check=True)
+    short = []
+    for line in done.stdout.splitlines():
+        plain = re.sub(r"\(kdtree::WeightKind\)", "", line).replace("(anonymous namespace)::", "")
+        plain = re.sub(r"^void ", "", plain)
+        short.append(re.sub(r"\b\w+::", "", plain).split("(")[0])
+    return short
+
+
+def compile_one(nvcc: str, version: str, source: Path, arch: str, debug: bool, cache: Path) -> Compiled:
+    """One source for one architecture, from the cache if nothing it depends on has changed."""
+    arguments = flags(arch, debug)
+    digest = hashlib.sha256(json.dumps([version, arguments, Path(__file__).read_text("utf-8")]).encode())
+    for path in [source, *sorted(p for p in build.CSRC.rglob("*.*h") if p.suffix in (".h", ".cuh"))]:
+        digest.update(f"{path.relative_to(build.ROOT)}\0".encode() + path.read_bytes())
+    kept = cache / f"{source.stem}-{digest.hexdigest()[:24]}.json"
+    if kept.exists():
+        stored = json.loads(kept.read_text("utf-8"))
+        return Compiled(source.name, arch, tuple(Kernel(**k) for k in stored), "")
+    with tempfile.TemporaryDirectory() as folder:
+        command = [nvcc, *arguments, "-c", str(source), "-o", str(Path(folder) / "out.o")]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    report = done.stdout + done.stderr
+    warned = [line for line in report.splitlines() if re.search(r"\bwarning\b", line)]
+    if done.returncode != 0 or warned:
+        lines = [line for line in report.splitlines() if not line.startswith("ptxas info")]
+        return Compiled(source.name, arch, (), "\n".join(lines[:40]) or f"nvcc ended with status {done.returncode}")
+    kernels = parse(report, source.name, arch)
+    write_atomic(kept, json.dumps([asdict(k) for k in kernels]).encode())
+    return Compiled(source.name, arch, kernels, "")
+
+
+def table(kernels: Sequence[Kernel]) -> str:
+    """Aligned columns, a line a kernel."""
+    names = readable([k.name for k in kernels])
+    head = ("file", "arch", "registers", "shared", "stack", "spills", "kernel")
+    rows = [
+        (k.file, k.arch, str(k.registers), str(k.shared), str(k.stack), str(k.spill_stores + k.spill_loads), name)
+        for k, name in zip(kernels, names, strict=True)
+    ]
+    widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head) - 1)]
+    return "\n".join("  ".join([*(row[i].ljust(w) for i, w in enumerate(widths)), row[-1]]) for row in [head, *rows])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Compile, print the table, judge."""
+    parser = argparse.ArgumentParser(
+        prog="python -m harness.nvcc",
+        description="Compile csrc/cuda for every target architecture; registers, shared memory and spills per kernel.",
+        epilog=f"exit status: {PASSED} clean, {FAILED} a warning, an error or a spill, {INFRASTRUCTURE} no usable nvcc",
+    )
+    parser.add_argument("--arch", nargs="+", default=list(TARGETS), metavar="N.N", help="CUDA capabilities")
+    parser.add_argument("--debug", action="store_true", help="the debug build, with device-side messages")
+    parser.add_argument("--json", action="store_true", help="one JSON object")
+    options = parser.parse_args(argv)
+    nvcc, version = environment.nvcc()
+    if not nvcc:
+        print(
+            "no nvcc: install the CUDA toolkit 13 and put nvcc on PATH, or set CUDA_HOME to its folder", file=sys.stderr
+        )
+        return INFRASTRUCTURE
+    wrong = [arch for arch in options.arch if not re.fullmatch(r"\d{1,2}\.\d", arch)]
+    if wrong:
+        print(f"--arch {wrong[0]}: not of the form 12.0", file=sys.stderr)
+        return INFRASTRUCTURE
+    sources = sorted((build.CSRC / "cuda").glob("*.cu"))
+    if not sources:
+        print(f"no .cu under {build.CSRC / 'cuda'}: run this in a checkout", file=sys.stderr)
+        return INFRASTRUCTURE
+    cache = Path(os.environ.get("KDTREE_BUILD") or build.ROOT / "build") / "nvcc"
+    work = [(source, arch) for source in sources for arch in options.arch]
+
+    def one(job: tuple[Path, str]) -> Compiled:
+        result = compile_one(nvcc, version, *job, options.debug, cache)
+        print(f"{job[0].name} for {job[1]}: {'failed' if result.complaint else 'ok'}", file=sys.stderr, flush=True)
+        return result
+
+    with ThreadPoolExecutor(max_workers=2) as pool:
+        results = list(pool.map(one, work))
+    kernels = [k for r in results for k in r.kernels]
+    complaints = {f"{r.file} for {r.arch}": r.complaint for r in results if r.complaint}
+    spilling = [k for k in kernels if k.spills]
+    if options.json:
+        named = [asdict(k) | {"kernel": n} for k, n in zip(kernels, readable([k.name for k in kernels]), strict=True)]
+        print(json.dumps({"nvcc": version, "kernels": named, "complaints": complaints}))
+    else:
+        print(table(kernels))
+        for where, text in complaints.items():
+            print(f"\n{where}:\n{text}")
+        print(
+            f"\nnvcc {version}: {len(kernels)} kernels, {len(complaints)} sources failed, {len(spilling)} kernels spill"
+        )
+    return FAILED if complaints or spilling else PASSED
+
+
+if __name__ == "__main__":
+    sys.exit(main())
