@@ -1,6 +1,6 @@
 """Sessions: each prepares an environment and calls pytest or the ``kdtree`` command. ``nox -l`` lists them.
 
-A torch that the base interpreter can import is used as it is (GPU boxes have one); otherwise one is installed.
+A torch that the interpreter running nox can import is used as it is (GPU boxes have one); otherwise one is installed.
 ``nox --no-venv`` installs nothing and uses the interpreter that runs nox.
 """
 
@@ -14,7 +14,7 @@ from pathlib import Path
 import nox
 
 TORCH = "torch==2.13.0"  # what is installed where no torch is importable; any torch >= 2.11 serves
-HAS_TORCH = importlib.util.find_spec("torch") is not None
+FOUND = importlib.util.find_spec("torch")
 
 nox.needs_version = ">=2024.4.15"
 nox.options.sessions = ["test"]
@@ -22,8 +22,6 @@ nox.options.reuse_existing_virtualenvs = True
 nox.options.error_on_external_run = False
 
 PROJECT = nox.project.load_toml("pyproject.toml")["project"]
-VENV = {"venv_params": ["--system-site-packages"] if HAS_TORCH else []}
-
 
 def install(session: nox.Session, *extras: str, torch: bool = True) -> None:
     """Install the project's dependencies and ``extras``, unless this environment already got exactly them."""
@@ -33,17 +31,22 @@ def install(session: nox.Session, *extras: str, torch: bool = True) -> None:
     wanted = [*PROJECT["dependencies"]]
     for extra in extras:
         wanted += PROJECT["optional-dependencies"][extra]
-    if torch and not HAS_TORCH:
+    origin = FOUND.origin if torch and FOUND else None
+    if torch and not origin:
         wanted.append(TORCH)
     stamp = Path(session.virtualenv.location) / "kdtree-installed"
-    digest = hashlib.sha256("\n".join(wanted).encode()).hexdigest()
+    digest = hashlib.sha256("\n".join([*wanted, str(origin)]).encode()).hexdigest()
     if stamp.is_file() and stamp.read_text() == digest:
         return
     session.install(*wanted)
+    if origin:  # the folder that holds torch comes last on the path, so that the environment's own packages win
+        purelib = "import sysconfig; print(sysconfig.get_path('purelib'))"
+        site = session.run("python", "-c", purelib, silent=True)
+        (Path(str(site).strip()) / "torch-found.pth").write_text(f"{Path(origin).parents[1]}\n")
     stamp.write_text(digest)
 
 
-@nox.session(**VENV)
+@nox.session
 def test(session: nox.Session) -> None:
     """Build, bundles, the whole matrix and every other test; arguments go to pytest."""
     install(session, "test", "remote")
@@ -51,42 +54,42 @@ def test(session: nox.Session) -> None:
     session.run("python", "-m", "pytest", *workers, *session.posargs)
 
 
-@nox.session(**VENV)
+@nox.session
 def gate(session: nox.Session) -> None:
     """Exit 0 only if the newest ledger (or the one named) is complete, green and made from this checkout."""
     install(session, "test")
     session.run("python", "-m", "harness", "gate", *(session.posargs or ["reports/latest/ledger.json"]))
 
 
-@nox.session(**VENV)
+@nox.session
 def demo(session: nox.Session) -> None:
     """AR beside DDTree on one model: tokens, match, forwards, acceptance, times."""
     install(session, "test")
     session.run("python", "-m", "harness", "demo", *session.posargs)
 
 
-@nox.session(**VENV)
+@nox.session
 def remote(session: nox.Session) -> None:
     """The matrix on hosts of hosts.yaml: ``nox -s remote -- ct200``."""
     install(session, "test", "remote")
     session.run("python", "-m", "harness", "remote", *session.posargs)
 
 
-@nox.session(**VENV)
+@nox.session
 def mutants(session: nox.Session) -> None:
     """Plant every fault of the catalogue in the engine and report the share that the matrix caught."""
     install(session, "test")
     session.run("python", "-m", "harness", "mutants", *session.posargs)
 
 
-@nox.session(**VENV)
+@nox.session
 def bench(session: nox.Session) -> None:
     """Speed of this machine's engines: times, bytes, shares of the ceilings, peers."""
     install(session, "test")
     session.run("python", "-m", "harness", "bench", *session.posargs)
 
 
-@nox.session(**VENV)
+@nox.session
 def oracles(session: nox.Session) -> None:
     """The importer, the reference and the engine against transformers and compressed-tensors."""
     install(session, "test", "oracles")
@@ -94,28 +97,28 @@ def oracles(session: nox.Session) -> None:
     session.run("python", "-m", "pytest", "tests/oracles", *workers, *session.posargs)
 
 
-@nox.session(venv_params=[])
+@nox.session
 def reproduce(session: nox.Session) -> None:
     """The bundles' hashes under other CPU features, thread counts, NumPy and Python versions."""
     install(session, torch=False)
     session.run("python", "-m", "harness.reproduce", *session.posargs)
 
 
-@nox.session(**VENV)
+@nox.session
 def fuzz(session: nox.Session) -> None:
     """The C++ KDTR reader under a coverage-guided fuzzer with sanitizers: ``nox -s fuzz -- --seconds 600``."""
     install(session, "test")
     session.run("python", "-m", "tests.fuzz.run", *session.posargs)
 
 
-@nox.session(**VENV)
+@nox.session
 def nvcc(session: nox.Session) -> None:
     """Compile every CUDA source for Hopper and Blackwell without a GPU; registers and spills per kernel."""
     install(session, "test")
     session.run("python", "-m", "harness.nvcc", *session.posargs)
 
 
-@nox.session(venv_params=[])
+@nox.session
 def lint(session: nox.Session) -> None:
     """Format, lint and type checks."""
     install(session, "lint", "test", "remote", torch=False)
