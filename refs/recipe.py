@@ -16,6 +16,7 @@ from refs.config import ModelConfig
 from refs.drafters import DRAFTERS
 from refs.edges import EDGES
 from refs.errors import ConfigError
+from refs.rope import ramp_edges
 
 CONFIGS = Path(__file__).parent / "configs"
 EOS_RULES = ("none", "first", "mid_path")
@@ -114,6 +115,7 @@ def load(name: str, folder: Path = CONFIGS) -> Recipe:
     weights = _parse(WeightOptions, _section(raw, "weights", path), f"{path}: weights")
     edges = _texts(raw.get("edges", []), EDGES, f"{path}: edges")
     _check_run(run, model, f"{path}: run")
+    _check_ramp(model, f"{path}: model")
     return Recipe(name, " ".join(raw["purpose"].split()), model, weights, run, exact_ties, edges)
 
 
@@ -169,6 +171,14 @@ def _parse(cls: type[Section], raw: dict[str, Any], where: str) -> Section:
         if name not in found and f.default is dataclasses.MISSING:
             raise ConfigError(f"{where}: {name}: missing")
     return cls(**found)
+
+
+def _check_ramp(model: ModelConfig, where: str) -> None:
+    """YaRN rounds two numbers to whole ones; a config in which the last bit of a logarithm decides is of no use."""
+    if model.rope_factor > 1:
+        for name, edge in zip(("rope_beta_fast", "rope_beta_slow"), ramp_edges(model), strict=True):
+            if abs(edge - round(edge)) < 1e-9:
+                raise ConfigError(f"{where}: {name}: gives a ramp edge of {edge!r}, too near a whole number")
 
 
 def _check_run(run: RunOptions, model: ModelConfig, where: str) -> None:

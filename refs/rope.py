@@ -23,6 +23,16 @@ def softmax_scale(config: ModelConfig) -> float:
     return m * m / math.sqrt(config.qk_nope_head_dim + config.qk_rope_head_dim)
 
 
+def ramp_edges(config: ModelConfig) -> tuple[float, float]:
+    """dim(beta_fast) and dim(beta_slow), in dimensions of the rope part, before they are rounded to whole ones."""
+
+    def dim(r: float) -> float:
+        turns = config.rope_original_context / (2 * PI * r)
+        return config.qk_rope_head_dim * scalar_log(turns) / (2 * scalar_log(config.rope_theta))
+
+    return dim(config.rope_beta_fast), dim(config.rope_beta_slow)
+
+
 def inv_freq(config: ModelConfig) -> F64:
     """Radians per position of each pair, [P/2]."""
     d, theta = config.qk_rope_head_dim, config.rope_theta
@@ -31,11 +41,9 @@ def inv_freq(config: ModelConfig) -> F64:
     if config.rope_factor == 1:
         return extra
 
-    def dim(r: float) -> float:
-        return d * scalar_log(config.rope_original_context / (2 * PI * r)) / (2 * scalar_log(theta))
-
-    low = max(math.floor(dim(config.rope_beta_fast)), 0)
-    high: float = min(math.ceil(dim(config.rope_beta_slow)), d - 1)
+    low_edge, high_edge = ramp_edges(config)
+    low = max(math.floor(low_edge), 0)
+    high: float = min(math.ceil(high_edge), d - 1)
     if high == low:
         high += 0.001
     ramp = np.minimum(np.maximum((i - low) / (high - low), 0.0), 1.0)
