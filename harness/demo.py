@@ -28,7 +28,7 @@ RUNS = 3
 
 @dataclass(frozen=True)
 class Result:
-    """One precision's two decodes. Times are of the fastest of RUNS runs, in seconds; build and load are not in them."""
+    """One precision's two decodes. Times are the fastest of RUNS runs, in seconds, without build and load."""
 
     precision: str
     tokens: list[int]
@@ -166,7 +166,9 @@ def main(argv: Sequence[str]) -> int:
         print(json.dumps(content, indent=1))
     else:
         print(f"config {options.config}, engine {options.engine} on {options.device}, greedy")
-        print(f"wall times are the fastest of {RUNS} runs after one to warm up; build, bundles and load are not in them")
+        print(
+            f"wall times are the fastest of {RUNS} runs after one to warm up; build, bundles and load are not in them"
+        )
         for result in results:
             print(show(result, options.block, options.budget))
     return PASSED if all(result.match and result.bits_match for result in results) else FAILED

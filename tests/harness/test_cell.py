@@ -1,0 +1,294 @@
+"""Every check of a cell can fail, under the verdict that is its own, and a right engine passes them all."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from harness import engines, widths, wrong_engine
+from harness.cells import Cell, Verdict
+from harness.matrix import Point
+from harness.protocol import F32, Decoded, DecodeRequest, DeviceError, NonFiniteError, OutOfMemory, Session
+from harness.reference_engine import ReferenceEngine, ReferenceSession
+from harness.runner import Runner, describe
+from refs.model import Model
+
+AR, TREE = Point("fp32", "ar", "micro", "", "cpu"), Point("int4", "ddtree", "micro", "noisy", "cpu")
+
+
+@pytest.fixture(autouse=True)
+def few_widths(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One test below looks at all 65; the others need not pay for them."""
+    monkeypatch.setattr(widths, "MAX_ROWS", 9)
+
+
+def run(micro: Path, point: Point, engine: str = "reference", seconds: float = 60.0) -> Cell:
+    runner = Runner(engine, {"micro": micro}, seconds=seconds, host="here", worker="gw0")
+    try:
+        return runner.run(point, lambda cell: None)
+    finally:
+        runner.close()
+
+
+def bump(rows: F32) -> F32:
+    """One element, one unit in the last place."""
+    rows = np.array(rows)
+    rows.reshape(-1)[-1] = np.nextafter(rows.reshape(-1)[-1], np.float32(1e9))
+    return rows
+
+
+@pytest.mark.parametrize("point", [AR, TREE, replace(AR, precision="int4"), replace(TREE, drafter="hostile")])
+def test_the_reference_passes(micro: Path, point: Point) -> None:
+    cell = run(micro, point)
+    assert (cell.verdict, cell.detail) == (Verdict.PASS, "")
+    assert cell.margin < 0.5
+    assert max(cell.step_errors) < 1e-5
+    assert cell.kernels == {f"reference.{point.precision}": cell.kernels[f"reference.{point.precision}"]}
+    assert sum(cell.acceptance) == (12 if point.drafter else 0)
+
+
+PROVOKED = {
+    "tokens": (AR, Verdict.FAIL_TOKENS),
+    "degenerate": (AR, Verdict.FAIL_TOKENS),
+    "logits": (AR, Verdict.FAIL_LOGITS),
+    "zeros": (AR, Verdict.FAIL_LOGITS),
+    "nan": (AR, Verdict.FAIL_NONFINITE),
+    "shape": (AR, Verdict.FAIL_SHAPE),
+    "kernel": (AR, Verdict.FAIL_KERNEL),
+    "error": (AR, Verdict.ERROR),
+    "tree": (TREE, Verdict.FAIL_TREE),
+    "acceptance": (TREE, Verdict.FAIL_ACCEPTANCE),
+    "bitwise": (TREE, Verdict.FAIL_BITWISE),
+    "hang": (TREE, Verdict.TIMEOUT),
+}
+
+
+def test_every_fault_and_every_verdict_is_provoked_here_or_by_a_crash() -> None:
+    assert {*wrong_engine.ALWAYS, *wrong_engine.DDTREE} == {*PROVOKED, "crash"}
+    assert {verdict for _, verdict in PROVOKED.values()} == {*Verdict} - {Verdict.PASS, Verdict.NOT_RUN}
+
+
+@pytest.mark.parametrize("fault", PROVOKED)
+def test_a_wrong_engine_gets_the_verdict_of_its_fault(micro: Path, fault: str) -> None:
+    point, verdict = PROVOKED[fault]
+    cell = run(micro, point, f"wrong:{fault}", seconds=1.0 if fault == "hang" else 60.0)
+    assert (cell.verdict, cell.rerun) == (verdict, f"nox -s test -- -k {point.id} --engine wrong:{fault}")
+    text = describe(cell)
+    for part in (verdict.value, point.id, str(cell.seed), cell.rerun, cell.detail, "worker gw0"):
+        assert part in text
+
+
+class Tampered(ReferenceSession):
+    """The reference with one method wrapped by ``change``."""
+
+    method = ""
+    change: Callable[..., Any]
+
+    def __getattribute__(self, name: str) -> Any:
+        found = object.__getattribute__(self, name)
+        if name != type(self).method:
+            return found
+        return lambda *args, **named: type(self).change(found(*args, **named), *args)
+
+
+def dropped(taps: Mapping[str, F32], *_: object) -> dict[str, F32]:
+    return {name: rows for name, rows in taps.items() if name != "embed"}
+
+
+def off(name: str) -> Callable[..., dict[str, F32]]:
+    return lambda taps, *_: {**taps, name: taps[name] + np.float32(1e-3)}
+
+
+def tap_bits(taps: Mapping[str, F32], *_: object) -> dict[str, F32]:
+    return {**taps, "logits": bump(taps["logits"])}
+
+
+def in_trees(edit: Callable[[Decoded], Decoded]) -> Callable[[Decoded, DecodeRequest], Decoded]:
+    return lambda decoded, request: edit(decoded) if request.draft is not None else decoded
+
+
+def in_samples(edit: Callable[[Decoded], Decoded]) -> Callable[[Decoded, DecodeRequest], Decoded]:
+    return lambda decoded, request: edit(decoded) if request.temperature else decoded
+
+
+def sampled_trees(edit: Callable[[Decoded], Decoded]) -> Callable[[Decoded, DecodeRequest], Decoded]:
+    return lambda decoded, request: edit(decoded) if request.temperature and request.draft is not None else decoded
+
+
+def last_round(decoded: Decoded) -> Decoded:
+    *rest, last = decoded.rounds
+    return replace(decoded, rounds=(*rest, replace(last, accepted=(*last.accepted, 99))))
+
+
+def merged_counts(decoded: Decoded) -> Decoded:
+    first, second, *rest = decoded.accepted_per_round
+    return replace(decoded, accepted_per_round=(first + second, 0, *rest))
+
+
+def other_token(decoded: Decoded) -> Decoded:
+    return replace(decoded, tokens=(*decoded.tokens[:-1], decoded.tokens[-1] ^ 1))
+
+
+CALLS = {"cache": 0}
+
+
+def second_decode_s_cache(rows: tuple[F32, F32], layer: int) -> tuple[F32, F32]:
+    """The cache is asked for after AR, layer by layer, and then after DDTree: only the latter is off."""
+    CALLS["cache"] += 1
+    return (rows[0], bump(rows[1])) if CALLS["cache"] > 2 and layer == 1 else rows
+
+
+TAMPERED: dict[str, tuple[Point, str, Callable[..., Any], Verdict, str]] = {
+    "no logits": (AR, "decode", lambda d, _: replace(d, logits=None), Verdict.FAIL_SHAPE, "logits.shape"),
+    "f64": (AR, "decode", lambda d, _: replace(d, logits=d.logits.astype(float)), Verdict.FAIL_SHAPE, "logits.shape"),
+    "one token less": (AR, "decode", lambda d, _: replace(d, tokens=d.tokens[:-1]), Verdict.FAIL_SHAPE, "logits.shape"),
+    "stop": (AR, "decode", lambda d, _: replace(d, stopped="eos"), Verdict.FAIL_TOKENS, "stopped"),
+    "forwards": (AR, "decode", lambda d, _: replace(d, forwards=11), Verdict.FAIL_ACCEPTANCE, "counts"),
+    "stream": (AR, "stream", lambda s, _: iter([*s][:-1]), Verdict.FAIL_TOKENS, "stream"),
+    "draws": (AR, "decode", in_samples(other_token), Verdict.FAIL_TOKENS, "sampling.draws"),
+    "step": (AR, "step", lambda row, _: bump(row), Verdict.FAIL_BITWISE, "steps"),
+    "prefill": (AR, "prefill", lambda rows, _: bump(rows), Verdict.FAIL_BITWISE, "steps"),
+    "tap gone": (AR, "taps", dropped, Verdict.FAIL_SHAPE, "taps.embed.shape"),
+    "tap off": (AR, "taps", off("layers.1.out"), Verdict.FAIL_LOGITS, "taps.layers.1.out.max_abs"),
+    "tap bits": (AR, "taps", tap_bits, Verdict.FAIL_BITWISE, "prefill"),
+    "foreign": (AR, "counters", lambda c: {**c, "reference.int4": 1}, Verdict.FAIL_KERNEL, "kernels.foreign"),
+    "guard": (AR, "broken_guard", lambda _: "kv cache", Verdict.FAIL_KERNEL, "guards"),
+    "no rounds": (TREE, "decode", in_trees(lambda d: replace(d, rounds=())), Verdict.FAIL_ACCEPTANCE, "accepted"),
+    "accepted": (TREE, "decode", in_trees(last_round), Verdict.FAIL_ACCEPTANCE, "accepted"),
+    "rows": (TREE, "decode", in_trees(merged_counts), Verdict.FAIL_ACCEPTANCE, "accepted"),
+    "cache": (TREE, "cache", second_decode_s_cache, Verdict.FAIL_BITWISE, "ar.cache"),
+    "samples": (TREE, "decode", sampled_trees(other_token), Verdict.FAIL_BITWISE, "sampling.tokens"),
+    "sample bits": (
+        TREE,
+        "decode",
+        sampled_trees(lambda d: replace(d, logits=bump(d.logits))),
+        Verdict.FAIL_BITWISE,
+        "sampling.logits",
+    ),
+    "width 7": (TREE, "verify", lambda rows, t, p: bump(rows) if len(t) == 7 else rows, Verdict.FAIL_BITWISE, "widths"),
+}
+
+
+@pytest.mark.parametrize("name", TAMPERED)
+def test_each_check_fails_under_its_own_name(micro: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    point, method, change, verdict, check = TAMPERED[name]
+    CALLS["cache"] = 0
+    session = type("Session", (Tampered,), {"method": method, "change": staticmethod(change)})
+    monkeypatch.setattr(ReferenceEngine, "_session", lambda self, model, rows: session(model, rows))
+    cell = run(micro, point)
+    assert (cell.verdict, cell.detail.partition(":")[0]) == (verdict, check), describe(cell)
+
+
+def test_every_width_up_to_65_is_verified_and_paths_are_committed(micro: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(widths, "MAX_ROWS", 65)
+    seen: list[int] = []
+    committed: list[int] = []
+    verify, commit = ReferenceSession.verify, ReferenceSession.commit
+
+    def watched(self: ReferenceSession, tokens: Sequence[int], parents: Sequence[int]) -> F32:
+        seen.append(len(tokens))
+        return verify(self, tokens, parents)
+
+    def counted(self: ReferenceSession, path: Sequence[int]) -> None:
+        committed.append(len(path))
+        commit(self, path)
+
+    monkeypatch.setattr(ReferenceSession, "verify", watched)
+    monkeypatch.setattr(ReferenceSession, "commit", counted)
+    assert run(micro, TREE).verdict is Verdict.PASS
+    assert seen == list(range(1, 66))
+    assert len(committed) >= 6
+    assert max(committed) > 1
+
+
+def test_a_failing_tree_is_kept_with_the_golden_one(micro: Path) -> None:
+    cell = run(micro, TREE, "wrong:tree")
+    assert cell.bad_round is not None
+    assert cell.bad_round.round == 0
+    assert cell.bad_round.got.tokens[:-1] == cell.bad_round.want.tokens[:-1]
+    assert cell.bad_round.got.tokens[-1] == cell.bad_round.want.tokens[-1] ^ 1
+
+
+@pytest.mark.parametrize(
+    ("error", "verdict", "lost"),
+    [
+        (NonFiniteError("layer 1"), Verdict.FAIL_NONFINITE, False),
+        (OutOfMemory("2 GB more"), Verdict.ERROR, False),
+        (DeviceError("illegal address"), Verdict.ERROR, True),
+        (KeyError("x"), Verdict.ERROR, False),
+        (MemoryError(), Verdict.ERROR, False),
+    ],
+)
+def test_what_an_engine_raises_is_recorded_by_name(
+    micro: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, verdict: Verdict, lost: bool
+) -> None:
+    def fail(self: ReferenceSession, request: DecodeRequest) -> Decoded:
+        raise error
+
+    monkeypatch.setattr(ReferenceSession, "decode", fail)
+    runner = Runner("reference", {"micro": micro}, seconds=60, host="here", worker="")
+    cell = runner.run(AR, lambda cell: None)
+    assert (cell.verdict, runner.device_lost) == (verdict, lost)
+    assert type(error).__name__ in cell.detail
+
+
+def test_cells_share_a_session_until_one_fails(micro: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[str] = []
+    real = Model.open
+
+    def counted(path: Path, precision: str, **options: Any) -> Model:
+        opened.append(precision)
+        return real(path, precision, **options)
+
+    monkeypatch.setattr(Model, "open", counted)
+    runner = Runner("reference", {"micro": micro}, seconds=60, host="here", worker="")
+    for _ in range(2):
+        runner.run(AR, lambda cell: None)
+        runner.run(replace(AR, precision="int4"), lambda cell: None)
+    assert opened == ["fp32", "int4"]
+    with monkeypatch.context() as broken:
+        broken.setattr(ReferenceSession, "broken_guard", lambda self: "x")
+        assert runner.run(AR, lambda cell: None).verdict is Verdict.FAIL_KERNEL
+    assert runner.run(AR, lambda cell: None).verdict is Verdict.PASS
+    assert opened == ["fp32", "int4", "fp32"]
+
+
+def test_native_code_that_never_returns_ends_with_a_record(micro: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outside the main thread nothing can interrupt the cell; the watchdog gets the record and ends the process."""
+    ended, last = threading.Event(), []
+    monkeypatch.setattr(os, "_exit", lambda status: ended.set() or last.append(status))
+    monkeypatch.setattr(
+        ReferenceSession, "decode", lambda self, request: time.sleep(3600) if not ended.wait(20) else None
+    )
+    runner = Runner("reference", {"micro": micro}, seconds=0.5, host="here", worker="")
+    records: list[Cell] = []
+    thread = threading.Thread(target=runner.run, args=(AR, records.append))
+    thread.start()
+    thread.join(30)
+    assert last == [1]
+    assert [(cell.id, cell.verdict) for cell in records] == [(AR.id, Verdict.TIMEOUT)]
+
+
+def test_engines_are_found_by_name() -> None:
+    assert engines.create("reference", "cpu").name == "reference"
+    with pytest.raises(engines.UnknownEngine, match=r"no engine is named 'x'; known: .*csrc, reference, wrong"):
+        engines.create("x", "cpu")
+    with pytest.raises(engines.UnknownEngine, match="takes no argument, 'fast' was given"):
+        engines.create("reference:fast", "cpu")
+    with pytest.raises(DeviceError, match="runs on cpu, not on cuda"):
+        engines.create("reference", "cuda")
+    with pytest.raises(wrong_engine.RequestError, match="no such fault; there are tokens"):
+        engines.create("wrong:nothing", "cpu")
+
+
+def test_the_reference_stands_behind_the_protocol(micro: Path) -> None:
+    session = engines.create("reference", "cpu").load(micro, "fp32")
+    assert isinstance(session, Session)

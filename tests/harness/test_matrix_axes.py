@@ -1,0 +1,138 @@
+"""The matrix: every point of the axes once, ids that can be read back, filters that mean what pytest's mean."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from _pytest.mark.expression import Expression
+from hypothesis import given
+from hypothesis import strategies as st
+
+from harness import matrix
+from harness.matrix import MatrixError, Point, expected, parse, select
+from refs import recipe
+
+TABLE = {"tiny": ("oracle", "noisy"), "tiny2": ("hostile",), "plain": ()}
+
+
+def test_every_point_of_the_axes_is_there_once() -> None:
+    points = expected(("cpu", "cuda"), TABLE)
+    ids = [point.id for point in points]
+    assert len(ids) == len(set(ids)) == 2 * 2 * (3 + 3)  # precisions, devices, AR of each config + its drafters
+    assert "fp32-ar-plain-cpu" in ids
+    assert "int4-ddtree-tiny2-hostile-cuda" in ids
+    assert [parse(id) for id in ids] == points
+
+
+def test_more_ranks_and_precisions_are_more_cells() -> None:
+    points = expected(("cuda",), {"tiny": ()}, precisions=("bf16",), ranks=(1, 2))
+    assert [point.id for point in points] == ["bf16-ar-tiny-cuda", "bf16-ar-tiny-cuda-x2"]
+    assert [parse(point.id) for point in points] == points
+
+
+def test_neighbours_share_a_bundle_and_a_precision() -> None:
+    keys = [(point.config, point.device, point.precision) for point in expected(("cpu", "cuda"), TABLE)]
+    assert len(set(keys)) == 1 + sum(a != b for a, b in itertools.pairwise(keys))
+
+
+@pytest.mark.parametrize(
+    "id", ["", "fp32", "fp32-ar-tiny", "fp32-ar-tiny-x-cpu", "fp32-ddtree-tiny-cpu", "a-b-c-d-e-f", "FP-ar-c-cpu"]
+)
+def test_what_is_no_id_is_refused(id: str) -> None:
+    with pytest.raises(MatrixError, match="is no cell id"):
+        parse(id)
+
+
+def test_the_drafters_read_here_are_those_that_the_bundles_are_made_with() -> None:
+    assert matrix.configs() == {name: recipe.load(name).run.drafters for name in recipe.names()}
+
+
+def test_listing_the_matrix_imports_nothing_heavy() -> None:
+    heavy = "[name for name in ('numpy', 'torch', 'pytest') if name in sys.modules]"
+    code = f"import sys, harness.matrix as m; m.expected(); print({heavy})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=matrix.ROOT)
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("run: {drafters: oracle}", "run.drafters: is 'oracle', not a list"),
+        ("run: {drafters: [a-b]}", r"run\.drafters: is \['a-b'\]"),
+        ("run: {drafters: [a, a]}", "names one twice"),
+        ("run: [1]", "run: not a mapping"),
+        ("- 1", "run: not a mapping"),
+        ("{", "while parsing"),
+        ("\0", "special characters"),
+        ("base: gone\nrun: {}", "gone.yaml: .*No such file"),
+    ],
+)
+def test_a_broken_config_is_named(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "one.yaml").write_text(text)
+    with pytest.raises(MatrixError, match=rf"(?s){tmp_path}/(one|gone).yaml.*{message}|{message}"):
+        matrix.configs(tmp_path)
+
+
+def test_drafters_come_from_the_base_unless_a_config_has_its_own(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("run: {drafters: [noisy]}")
+    (tmp_path / "b.yaml").write_text("base: a")
+    (tmp_path / "c.yaml").write_text("base: a\nrun: {drafters: []}")
+    (tmp_path / "d.yaml").write_text("name: d")
+    assert matrix.configs(tmp_path) == {"a": ("noisy",), "b": ("noisy",), "c": (), "d": matrix.DRAFTERS}
+
+
+@pytest.mark.parametrize("name", ["a-b.yaml", "B.yaml"])
+def test_a_config_whose_name_would_break_ids_is_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("name: x")
+    with pytest.raises(MatrixError, match="name is made of"):
+        matrix.configs(tmp_path)
+
+
+def test_no_config_and_no_device_are_errors(tmp_path: Path) -> None:
+    with pytest.raises(MatrixError, match="holds no config"):
+        matrix.configs(tmp_path)
+    with pytest.raises(MatrixError, match="no device"):
+        expected(())
+
+
+POINTS = expected(("cpu", "cuda"), TABLE, ranks=(1, 2))
+
+
+def test_an_id_chooses_its_cell_alone_even_if_it_begins_another() -> None:
+    assert [point.id for point in select(POINTS, " fp32-ar-tiny-cuda ")] == ["fp32-ar-tiny-cuda"]
+    assert len(select(POINTS, "fp32-ar-tiny-cud")) == 2
+
+
+@pytest.mark.parametrize("expression", ["nothing", "not fp32 and not int4", "tiny and plain"])
+def test_a_filter_that_matches_nothing_is_an_error(expression: str) -> None:
+    with pytest.raises(MatrixError, match="matches none of 48 cells"):
+        select(POINTS, expression)
+
+
+@pytest.mark.parametrize("expression", ["", "(", "a and", "or b", "a b", "not", ")", "(a", "a )", "and"])
+def test_a_malformed_filter_is_an_error(expression: str) -> None:
+    with pytest.raises(MatrixError, match="-k "):
+        matrix.matcher(expression)
+
+
+words = st.sampled_from(["tiny", "fp32", "INT4", "ar", "cpu", "tiny2-", "oracle", "test_cell", "zzz"])
+expressions = st.recursive(
+    words,
+    lambda inner: st.one_of(
+        inner.map(lambda a: f"not {a}"),
+        inner.map(lambda a: f"({a})"),
+        st.tuples(inner, st.sampled_from(["and", "or"]), inner).map(" ".join),
+    ),
+    max_leaves=8,
+)
+
+
+@given(expressions, st.sampled_from(POINTS))
+def test_filters_mean_what_pytest_s_mean(expression: str, point: Point) -> None:
+    names = [point.id, "test_cell"]
+    wanted = Expression.compile(expression).evaluate(lambda word: any(word.lower() in name for name in names))
+    assert matrix.matcher(expression)(names) is bool(wanted)
