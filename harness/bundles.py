@@ -33,6 +33,7 @@ from harness.bundle_lock import (
     sha256,
 )
 from harness.cells import FAILED, INFRASTRUCTURE, PASSED
+from harness.cli import Parser
 from harness.files import write_atomic
 from refs import generate, recipe
 from refs.errors import RefError
@@ -214,7 +215,11 @@ def _drop_unused(current: Path) -> None:
 
 def main(argv: Sequence[str]) -> int:
     """``kdtree bundles``: exit status 0 when all are made as pinned, 1 when one differs from the lock, 3 otherwise."""
-    parser = argparse.ArgumentParser(prog="kdtree bundles", description="Regenerate bundles and check them.")
+    parser = Parser(
+        prog="kdtree bundles",
+        description="Regenerate bundles from refs/ where they are missing, and check them against refs/bundles.lock.",
+        epilog="exit status: 0 all are as pinned, 1 one differs from the lock, 3 a config, a file or an argument is wrong",
+    )
     parser.add_argument("configs", nargs="*", metavar="CONFIG", help="default: all of refs/configs/")
     parser.add_argument("--out", type=Path, metavar="DIR", help="default: the cache (KDTREE_BUNDLES or bundles/)")
     parser.add_argument("--update-lock", action="store_true", help="pin what the sources make; for maintainers")

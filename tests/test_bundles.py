@@ -1,0 +1,287 @@
+"""Bundles are made once, checked against the lock, and survive whatever happens to the process that makes them."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness import bundle_lock, bundles
+from harness.bundle_lock import BundleError, LockDiffers
+from refs import generate, kdtr, recipe
+from refs.errors import ConfigError
+
+ROOT = Path(bundles.__file__).resolve().parents[1]
+QUICK = ["block1", "budget0"]  # a tenth of a second each
+
+
+def run(*arguments: str, **options: Any) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "harness.bundles", *arguments],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        **options,
+    )
+
+
+def visible(folder: Path) -> list[str]:
+    return sorted(p.name for p in folder.iterdir() if not p.name.startswith("."))
+
+
+def made(lines: list[str]) -> list[str]:
+    return [line.split()[1] for line in lines if " made in " in line]
+
+
+def test_the_lock_pins_every_config_and_nothing_else() -> None:
+    assert sorted(bundle_lock.read_lock()) == recipe.names()
+
+
+def test_missing_bundles_are_made_and_present_ones_kept(tmp_path: Path) -> None:
+    lines: list[str] = []
+    paths = bundles.ensure(QUICK, tmp_path, say=lines.append)
+    assert paths == {name: tmp_path / f"{name}.kdtr" for name in QUICK}
+    assert sorted(made(lines)) == QUICK
+    before = {p: (p.stat().st_ino, p.stat().st_mtime_ns) for p in paths.values()}
+    lines.clear()
+    bundles.ensure([*QUICK, "block1"], tmp_path, say=lines.append)
+    assert not lines
+    assert before == {p: (p.stat().st_ino, p.stat().st_mtime_ns) for p in paths.values()}
+    pins = bundle_lock.read_lock()
+    assert all(bundle_lock.sha256(p) == pins[name]["sha256"] for name, p in paths.items())
+
+
+@pytest.mark.parametrize(
+    "damage", ["flipped", "cut", "gone", "empty", "stamp gone", "stamp of other sources", "stamp garbage"]
+)
+def test_whatever_is_not_known_to_be_right_is_made_again(tmp_path: Path, damage: str) -> None:
+    path = bundles.ensure(["block1"], tmp_path)["block1"]
+    stamp = tmp_path / ".block1.made"
+    data = bytearray(path.read_bytes())
+    if damage == "flipped":
+        data[-5] ^= 1
+        path.write_bytes(data)
+    elif damage == "cut":
+        path.write_bytes(data[:-1])
+    elif damage == "gone":
+        path.unlink()
+    elif damage == "empty":
+        path.write_bytes(b"")
+    elif damage == "stamp gone":
+        stamp.unlink()
+    elif damage == "stamp garbage":
+        stamp.write_bytes(b"\xff\xfe")
+    else:
+        stamp.write_text("0" * 64 + " " + stamp.read_text().split()[1])
+    lines: list[str] = []
+    bundles.ensure(["block1"], tmp_path, say=lines.append)
+    assert made(lines) == ["block1"]
+    kdtr.read(path, verify=True)
+    assert bundle_lock.sha256(path) == bundle_lock.read_lock()["block1"]["sha256"]
+
+
+def test_other_sources_are_other_bundles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A change under refs/ is never answered with a bundle that was made before it."""
+    monkeypatch.setenv("KDTREE_BUNDLES", str(tmp_path))
+    first = bundles.ensure(["block1"])["block1"]
+    assert first.parent == tmp_path / bundles.source_key()[:16]
+    copy = tmp_path / "checkout"
+    (copy / "refs" / "configs").mkdir(parents=True)
+    for path in [*(ROOT / "refs").glob("*.py"), *(ROOT / "refs" / "configs").glob("*.yaml")]:
+        (copy / path.relative_to(ROOT)).write_bytes(path.read_bytes())
+    monkeypatch.setattr(bundles, "ROOT", copy)
+    key = bundles.source_key()
+    assert first.parent.name == key[:16]  # the place of the checkout does not matter
+    for changed in ("refs/exact.py", "refs/configs/tiny.yaml"):
+        with (copy / changed).open("a") as out:
+            out.write("\n")
+        assert bundles.source_key() != key
+        key = bundles.source_key()
+    (copy / "refs" / "bundles.lock").write_text("{}")
+    assert bundles.source_key() == key
+
+
+def test_a_bundle_that_is_not_the_pinned_one_names_the_first_tensor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = generate.layout
+
+    def layout(result: Any) -> Any:
+        fields, tensors = real(result)
+        for name in ("layers.1.router.w", "golden.int4.tokens"):
+            tensors[name] = tensors[name] + tensors[name].dtype.type(1)
+        return fields, tensors
+
+    monkeypatch.setattr(generate, "layout", layout)
+    with pytest.raises(LockDiffers, match=r"bundle block1: tensor golden\.int4\.tokens is the first .*--update-lock"):
+        bundles.ensure(["block1"], tmp_path)
+    assert visible(tmp_path) == []
+    monkeypatch.undo()
+    assert bundles.ensure(["block1"], tmp_path)["block1"].is_file()
+
+
+def test_differences_are_named_in_the_files_order() -> None:
+    pin: dict[str, Any] = {"sha256": "aa", "fields": {"a": 1, "b": 2.0}, "tensors": {"t": "01", "u": "02"}}
+    difference = bundle_lock.first_difference
+    assert "field b is the first that differs: made 3, pinned 2.0" in difference(
+        "x", {**pin, "fields": {"a": 1, "b": 3}}, pin
+    )
+    assert "tensor t is the first that differs: made absent, pinned 01" in difference(
+        "x", {**pin, "tensors": {"u": "03"}}, pin
+    )
+    assert "tensor a is the first that differs: made 09, pinned absent" in difference(
+        "x", {**pin, "tensors": {**pin["tensors"], "a": "09"}}, pin
+    )
+    assert "other bytes: made bb, pinned aa" in difference("x", {**pin, "sha256": "bb"}, pin)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"bundles": {"tiny": 3}}', '{"bundles": {"tiny": {"sha256": "a"}}}', "\xff"]
+)
+def test_a_broken_lock_file_is_named(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "bundles.lock"
+    path.write_bytes(text.encode("latin-1"))
+    with pytest.raises(BundleError, match=r"bundles\.lock: not a lock of bundles .* --update-lock"):
+        bundle_lock.read_lock(path)
+    assert bundle_lock.read_lock(tmp_path / "absent") == {}
+
+
+def test_a_config_that_the_lock_does_not_know_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pins = {k: v for k, v in bundle_lock.read_lock().items() if k != "block1"}
+    monkeypatch.setattr(bundles, "read_lock", lambda: pins)
+    with pytest.raises(LockDiffers, match=r"block1: bundles\.lock does not pin it"):
+        bundles.ensure(["block1"], tmp_path)
+
+
+def test_updating_the_lock_says_what_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KDTREE_BUNDLES", str(tmp_path))
+    lock = tmp_path / "bundles.lock"
+    pins = bundle_lock.read_lock()
+    kept = {"budget0": pins["budget0"], "of a config that is gone": pins["tiny"]}
+    lock.write_text(json.dumps({"bundles": {**kept, "block1": {**pins["block1"], "sha256": "00"}}}))
+    monkeypatch.setattr(bundles, "LOCK", lock)
+    monkeypatch.setattr(bundles, "read_lock", lambda: bundle_lock.read_lock(lock))
+    assert bundles.update_lock(["block1"]) == ["block1", "of a config that is gone"]
+    assert bundle_lock.read_lock(lock) == {name: pins[name] for name in QUICK}
+    lines: list[str] = []
+    assert bundles.ensure(["block1"], say=lines.append)["block1"].is_file()
+    assert not lines
+
+
+def test_many_processes_make_each_bundle_once(tmp_path: Path) -> None:
+    processes = [run("--out", str(tmp_path), *QUICK) for _ in range(4)]
+    output = [process.communicate(timeout=120) for process in processes]
+    assert [process.returncode for process in processes] == [0] * 4, output
+    assert sorted(made([line for _, err in output for line in err.splitlines()])) == QUICK
+    assert visible(tmp_path) == ["block1.kdtr", "budget0.kdtr"]
+
+
+def test_a_killed_maker_leaves_nothing_that_trips_the_next(tmp_path: Path) -> None:
+    """Killed in the middle of a bundle: the next run starts at once, makes it, and removes the litter."""
+    process = run("--out", str(tmp_path), "tiny")
+    lock = tmp_path / ".tiny.lock"
+    deadline = time.monotonic() + 60
+    while not (lock.exists() and held(lock)):
+        assert time.monotonic() < deadline
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.communicate(timeout=60)
+    assert not (tmp_path / "tiny.kdtr").exists()
+    litter = tmp_path / ".tiny.kdtr.abc.part"  # what it would have left a moment later
+    litter.write_bytes(b"half")
+    lines: list[str] = []
+    bundles.ensure(["tiny"], tmp_path, say=lines.append)
+    assert made(lines) == ["tiny"]
+    assert not any("waiting" in line for line in lines)
+    assert not litter.exists()
+
+
+def held(path: Path) -> bool:
+    with path.open("wb") as handle:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
+def test_who_waits_says_so_and_goes_on_when_the_owner_dies(tmp_path: Path) -> None:
+    code = (
+        "import fcntl, sys, time; f = open(sys.argv[1], 'wb'); fcntl.flock(f, fcntl.LOCK_EX); "
+        "print('held', flush=True); time.sleep(600)"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path / ".block1.lock")], stdout=subprocess.PIPE, text=True
+    ) as owner:
+        assert owner.stdout is not None
+        assert owner.stdout.readline() == "held\n"
+        lines: list[str] = []
+
+        def say(line: str) -> None:
+            lines.append(line)
+            if "waiting" in line:
+                owner.kill()
+
+        bundles.ensure(["block1"], tmp_path, say=say)
+    assert any("block1 is being made by another process; waiting" in line for line in lines)
+    assert made(lines) == ["block1"]
+
+
+def test_a_side_process_that_fails_is_no_lost_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Side processes that die make nothing; the caller then makes everything itself."""
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    lines: list[str] = []
+    bundles.ensure(QUICK, tmp_path, say=lines.append)
+    assert made(lines) == QUICK
+
+
+def test_unused_caches_go_and_nothing_else_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KDTREE_BUNDLES", str(tmp_path))
+    long_ago = time.time() - bundles.UNUSED_SECONDS - 60
+    for name in ("0123456789abcdef", "fedcba9876543210", "my-own-files", "0123456789abcdeg"):
+        (tmp_path / name).mkdir()
+        if name != "fedcba9876543210":
+            os.utime(tmp_path / name, (long_ago, long_ago))
+    bundles.ensure([])
+    assert visible(tmp_path) == sorted(
+        [bundles.source_key()[:16], "fedcba9876543210", "my-own-files", "0123456789abcdeg"]
+    )
+
+
+def test_a_wrong_name_is_an_error_before_anything_is_made(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nothing\.yaml"):
+        bundles.ensure(["block1", "nothing"], tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
+def test_the_commands_exit_statuses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert bundles.main(["--out", str(tmp_path), "--json", *QUICK]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert {name: row["path"] for name, row in rows.items()} == {n: str(tmp_path / f"{n}.kdtr") for n in QUICK}
+    assert bundles.main(["--out", str(tmp_path), "block1"]) == 0
+    assert capsys.readouterr().out.startswith(rows["block1"]["sha256"][:16])
+    assert bundles.main(["--out", str(tmp_path), "nothing"]) == 3
+    assert "error: " in capsys.readouterr().err
+    (tmp_path / "file").write_bytes(b"")
+    assert bundles.main(["--out", str(tmp_path / "file"), "block1"]) == 3
+    assert "error: " in capsys.readouterr().err
+    pins = bundle_lock.read_lock()
+    pins["block1"] = {**pins["block1"], "sha256": "00", "tensors": {**pins["block1"]["tensors"], "embed.w": "00"}}
+    monkeypatch.setattr(bundles, "read_lock", lambda: pins)
+    assert bundles.main(["--out", str(tmp_path), "block1"]) == 1
+    assert "bundle block1: tensor embed.w is the first that differs" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as caught:
+        bundles.main(["--unknown"])
+    assert caught.value.code == 3
