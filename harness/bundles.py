@@ -218,7 +218,7 @@ def main(argv: Sequence[str]) -> int:
     parser = Parser(
         prog="kdtree bundles",
         description="Regenerate bundles from refs/ where they are missing, and check them against refs/bundles.lock.",
-        epilog="exit status: 0 all are as pinned, 1 one differs from the lock, 3 a config, a file or an argument is wrong",
+        epilog="exit status: 0 all are as pinned, 1 one differs from the lock, 3 a wrong config, file or argument",
     )
     parser.add_argument("configs", nargs="*", metavar="CONFIG", help="default: all of refs/configs/")
     parser.add_argument("--out", type=Path, metavar="DIR", help="default: the cache (KDTREE_BUNDLES or bundles/)")
