@@ -4,6 +4,7 @@
 #include <mutex>
 
 #include "bindings.h"
+#include "cpu/kernels.h"
 #include "model.h"
 
 namespace kdtree {
@@ -284,6 +285,7 @@ void record_tree(int64_t handle, Tensor dst, std::vector<Tensor> rows, Tensor ac
 KDTREE_LIBRARY_FRAGMENT(KDTREE_LIBRARY, m) {
   m.def("backend_open(str device, bool poison) -> int");
   m.def("backend_close(int backend) -> ()");
+  m.def("isa_names() -> str");
   m.def("backend_counters(int backend) -> str");
   m.def("embed(int backend, Tensor out, Tensor table, Tensor[] rows, Tensor state) -> ()");
   m.def("rms_norm(int backend, Tensor out, Tensor x, Tensor w, float eps, Tensor state) -> ()");
@@ -317,6 +319,7 @@ KDTREE_LIBRARY_FRAGMENT(KDTREE_LIBRARY, m) {
 KDTREE_LIBRARY_IMPL(KDTREE_LIBRARY, m) {
   m.impl("backend_open", TORCH_BOX(&kdtree::backend_open));
   m.impl("backend_close", TORCH_BOX(&kdtree::backend_close));
+  m.impl("isa_names", TORCH_BOX(&kdtree::cpu::isa_names));
   m.impl("backend_counters", TORCH_BOX(&kdtree::backend_counters));
   m.impl("embed", TORCH_BOX(&kdtree::embed));
   m.impl("rms_norm", TORCH_BOX(&kdtree::rms_norm));
