@@ -6,6 +6,7 @@ import contextlib
 import functools
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from harness import protocol
@@ -28,11 +29,19 @@ _ERRORS: dict[str, type[protocol.EngineError]] = {
 }
 
 
+_prebuilt: dict[str, Path] = {}
+
+
+def use(kind: str, path: Path) -> None:
+    """Let this process load ``path`` as the build of ``kind`` (``cpu`` or ``cuda``); before its first session."""
+    _prebuilt[kind] = path
+
+
 @functools.cache
 def _loaded(kind: str) -> Any:
     import torch
 
-    torch.ops.load_library(str(build(kind)))
+    torch.ops.load_library(str(_prebuilt.get(kind) or build(kind)))
     return getattr(torch.ops, NAMESPACE[kind])
 
 
