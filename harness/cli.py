@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import importlib.util
 import json
 import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn, cast
 
 from harness.cells import FAILED, INCOMPLETE, INFRASTRUCTURE, PASSED
+from harness.sources import ROOT
 
 COMMANDS = {
     "test": ("harness.cli:test", "run the matrix: kdtree test [-k ID] [--engine NAME] [--device cpu|cuda]"),
@@ -55,11 +55,9 @@ def available() -> dict[str, tuple[str, str]]:
 
 
 def _exists(module: str, function: str) -> bool:
-    spec = importlib.util.find_spec(module)
-    if spec is None or spec.origin is None:
-        return False
-    with open(spec.origin, encoding="utf-8") as source:  # importing would load what the module needs
-        return f"\ndef {function}(" in source.read()
+    """Looked up in the source: importing would load what the module needs, and importlib loads its package."""
+    source = ROOT / f"{module.replace('.', '/')}.py"
+    return source.is_file() and f"\ndef {function}(" in source.read_text("utf-8")
 
 
 def test(argv: Sequence[str]) -> int:
@@ -80,8 +78,6 @@ def test(argv: Sequence[str]) -> int:
     parser.add_argument("--cell-timeout", type=float, help="seconds one cell may take")
     options, rest = parser.parse_known_args(argv)
     import pytest
-
-    from harness.sources import ROOT
 
     arguments = [str(ROOT / "tests" / "test_matrix.py"), "--rootdir", str(ROOT), "-n", options.n]
     arguments += ["--engine", options.engine, *(["-k", options.k] if options.k else [])]

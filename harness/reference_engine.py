@@ -22,7 +22,7 @@ from refs.model import Model
 
 
 @contextmanager
-def _named_errors() -> Iterator[None]:
+def named_errors() -> Iterator[None]:
     """The reference's errors as the protocol's of the same name."""
     try:
         yield
@@ -63,7 +63,7 @@ class ReferenceSession:
         return self._run(lambda: self._model.verify(tokens, parents))
 
     def commit(self, path: Sequence[int]) -> None:
-        with _named_errors():
+        with named_errors():
             self._model.commit(path)
 
     def decode(self, request: DecodeRequest) -> Decoded:
@@ -91,12 +91,12 @@ class ReferenceSession:
             yield from r.tokens
 
     def cache(self, layer: int) -> tuple[F32, F32]:
-        with _named_errors():
+        with named_errors():
             latent, k_rope = self._model.cache(layer)
         return _f32(latent), _f32(k_rope)
 
     def taps(self, tokens: Sequence[int], *, operations: bool = False) -> dict[str, F32]:
-        with _named_errors():
+        with named_errors():
             return {name: _f32(rows) for name, rows in self._model.taps(tokens, operations=operations).items()}
 
     def counters(self) -> Mapping[str, int]:
@@ -123,14 +123,14 @@ class ReferenceSession:
             temperature=request.temperature,
             seed=request.seed,
         )
-        with _named_errors():
+        with named_errors():
             for r in refs_decode.rounds(self._model, asked):
                 self._forwards += 1
                 yield r
 
     def _run(self, forward: Callable[[], F]) -> F32:
         self._forwards += 1
-        with _named_errors():
+        with named_errors():
             return _f32(forward())
 
 
@@ -154,7 +154,7 @@ class ReferenceEngine:
         poison: bool = False,
         graphs: bool = True,
     ) -> ReferenceSession:
-        with _named_errors():
+        with named_errors():
             return self._session(Model.open(path, precision, context=context), max_rows)
 
     def _session(self, model: Model, max_rows: int) -> ReferenceSession:

@@ -1,8 +1,8 @@
-"""An engine from outside: the model computed in float32, each sum term after term.
+"""An engine from outside: the model computed in float32, its sums in another order than the reference's.
 
-It differs from the goldens by float32's noise, as any real engine does, and lies well within their tolerance. A package of
-your own needs the same two things: a factory ``create(device)`` that gives a ``harness.protocol.Engine``, and an entry point
-in the group ``kdtree.engines`` that names it. ``kdtree test --engine example`` then runs the whole matrix on it.
+It differs from the goldens by float32's noise, as any real engine does, and lies well within their tolerance. A package
+of your own needs the same two things: a factory ``create(device)`` that gives a ``harness.protocol.Engine``, and an
+entry point in the group ``kdtree.engines`` that names it. ``kdtree test --engine example`` then runs the matrix on it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from harness.protocol import DeviceError
-from harness.reference_engine import ReferenceEngine, ReferenceSession
+from harness.reference_engine import ReferenceEngine, ReferenceSession, named_errors
 from refs.model import Model
 
 
@@ -31,7 +31,8 @@ class ExampleEngine(ReferenceEngine):
         poison: bool = False,
         graphs: bool = True,
     ) -> ReferenceSession:
-        model = Model.open(path, precision, np.float32, summation="chain", context=context)
+        with named_errors():
+            model = Model.open(path, precision, np.float32, summation="strided", context=context)
         return ReferenceSession(model, max_rows)
 
 

@@ -1,0 +1,218 @@
+"""The ``kdtree`` command: what it offers, what it prints, and the status it ends with."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from harness import cli, doctor, engines, environment
+from harness.demo import main as demo
+from harness.inspect import main as inspect
+from harness.reference_engine import ReferenceSession
+from harness.sources import ROOT
+from refs import kdtr
+
+
+def test_help_lists_the_commands_and_the_exit_statuses(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--help"]) == 0
+    text = capsys.readouterr().out
+    for name in ("test", "matrix", "doctor", "bundles", "demo", "inspect"):
+        assert f"\n  {name} " in text
+    assert "3 configuration or infrastructure" in text
+
+
+def test_a_command_whose_module_is_absent_is_not_offered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(cli.COMMANDS, "ghost", ("harness.ghost:main", "nobody"))
+    monkeypatch.setitem(cli.COMMANDS, "half", ("harness.cells:main", "no such function"))
+    assert {"ghost", "half"} & set(cli.available()) == set()
+    assert cli.main(["ghost"]) == 3
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["nothing"],
+        ["matrix", "--nothing"],
+        ["doctor", "--nothing"],
+        ["demo", "--tokens", "0"],
+        ["inspect"],
+        ["test", "-k"],
+    ],
+)
+def test_wrong_arguments_end_with_3(arguments: list[str]) -> None:
+    assert cli.main(arguments) == 3
+
+
+@pytest.mark.parametrize("name", sorted(cli.available()))
+def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([name, "--help"]) == 0
+    assert "usage: " in capsys.readouterr().out
+
+
+def test_help_imports_neither_torch_nor_numpy() -> None:
+    heavy = "'numpy' in sys.modules or 'torch' in sys.modules"
+    code = f"import sys; from harness.cli import main; main(['--help']); sys.exit({heavy})"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True)
+
+
+def test_a_reader_that_leaves_is_no_error() -> None:
+    command = [sys.executable, "-m", "harness", "matrix"]
+    listing = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert listing.stdout is not None
+    listing.stdout.close()
+    _, complaint = listing.communicate(timeout=60)
+    assert (listing.returncode, complaint) == (0, b"")
+
+
+def test_a_filter_of_the_matrix_that_matches_nothing_ends_with_3(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["matrix", "-k", "nothing"]) == 3
+    assert "matches none of" in capsys.readouterr().err
+
+
+def test_doctor_says_what_is_there(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["cpu"] is True
+    assert {"numpy", "torch", "C++ compiler", "nvcc", "GPU", "sshd"} <= {entry["name"] for entry in found["findings"]}
+    assert found["environment"]["python"] == ".".join(map(str, sys.version_info[:3]))
+    assert cli.main(["doctor"]) == 0
+    assert "cpu  works" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("package", "have"), [("torch", ""), ("torch", "2.10.0"), ("numpy", "1.25.9")])
+def test_doctor_ends_with_3_and_a_remedy_when_the_cpu_path_lacks_something(
+    package: str, have: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    real = environment.version
+    monkeypatch.setattr(environment, "version", lambda name: have if name == package else real(name))
+    assert doctor.main([]) == 3
+    text = capsys.readouterr().out
+    assert "MISSING" in text
+    assert f"python -m pip install '{package}>=" in text
+
+
+def test_doctor_says_when_the_toolkit_does_not_fit_torch(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(environment, "nvcc", lambda: ("/opt/cuda/bin/nvcc", "12.4"))
+    monkeypatch.setattr(environment, "torch_cuda", lambda: "13.0")
+    assert doctor.main([]) == 0  # the CPU path does not care
+    assert "install CUDA toolkit 13.0, or a torch built for CUDA 12.4" in capsys.readouterr().out
+
+
+def test_torch_and_its_cuda_are_read_without_importing_it() -> None:
+    code = "import sys; from harness.environment import environment; environment(); sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+def test_demo_agrees_and_counts_forwards(capsys: pytest.CaptureFixture[str]) -> None:
+    assert demo(["--engine", "reference", "--precision", "fp32", "--json"]) == 0
+    (result,) = json.loads(capsys.readouterr().out)["results"]
+    assert (result["forwards"], result["tree_forwards"], result["acceptance"]) == (24, 3, 8.0)
+    assert result["match"]
+    assert result["bits_match"]
+
+
+@pytest.mark.parametrize(
+    ("options", "note"),
+    [
+        (["--tokens", "30"], "oracle, made from the AR tokens"),
+        (["--tokens", "5"], "oracle, recorded in the bundle"),
+        (["--tokens", "30", "--drafter", "noisy"], "after them DDTree is AR"),
+        (["--tokens", "3", "--block", "1", "--budget", "0"], "oracle, recorded"),
+    ],
+)
+def test_demo_with_other_lengths(options: list[str], note: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert demo(["--engine", "reference", "--precision", "int4", *options]) == 0
+    text = capsys.readouterr().out
+    assert "greedy-exact match: YES (logits equal in every bit)" in text
+    assert f"AR      {options[1]} tokens, {options[1]} forwards" in text
+    assert note in text
+
+
+def test_demo_ends_with_1_when_the_decoders_part(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert demo(["--engine", "wrong:bitwise", "--precision", "fp32", "--tokens", "2"]) == 1
+    assert "greedy-exact match: YES (logits differ in bits)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--config", "nosuch"], "nosuch.yaml"),
+        (["--drafter", "nosuch"], "draft.fp32.nosuch: the file has no such tensor"),
+        (["--budget", "-1"], "none may be negative"),
+        (["--tokens", "600"], "exceed a context of 512"),
+        (["--engine", "nosuch"], "no engine is named"),
+    ],
+)
+def test_demo_names_what_it_cannot_do(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert demo(["--engine", "reference", *options]) == 3
+    assert message in capsys.readouterr().err
+
+
+def test_inspect_shows_a_file_and_one_tensor(micro: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert inspect([str(micro), "--verify"]) == 0
+    text = capsys.readouterr().out
+    for part in (
+        "every checksum is right",
+        "hidden_size              32",
+        "golden.fp32.logits",
+        'meta config: "micro"',
+    ):
+        assert part in text
+    assert inspect([str(micro), "--json"]) == 0
+    content = json.loads(capsys.readouterr().out)
+    assert content["fields"]["vocab_size"] == 64
+    assert {t["name"]: t["shape"] for t in content["tensors"]}["golden.fp32.logits"] == [13, 64]
+    assert inspect([str(micro), "--tensor", "layers.1.experts.up.sc", "--json"]) == 0
+    values = json.loads(capsys.readouterr().out)
+    assert 0 < float(values["max"]) < 1  # scales are bf16, shown as numbers
+    assert values["not_finite"] == 0
+
+
+def test_inspect_refuses_by_name(micro: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = bytearray(micro.read_bytes())
+    data[kdtr.read(micro).entries["golden.prompt"].offset] ^= 1
+    broken = tmp_path / "broken.kdtr"
+    broken.write_bytes(data)
+    assert inspect([str(broken)]) == 0  # the data's checksums are read on request
+    assert inspect([str(broken), "--verify"]) == 3
+    assert f"{broken}: tensor golden.prompt.crc" in capsys.readouterr().err
+    assert inspect([str(micro), "--tensor", "nothing"]) == 3
+    assert "nothing: the file has no such tensor" in capsys.readouterr().err
+    assert inspect([str(tmp_path / "gone")]) == 3
+
+
+def test_two_packages_with_one_engine_name_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for package, target in (("one", "one:create"), ("two", "two:create")):
+        info = tmp_path / f"{package}-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
+        (info / "entry_points.txt").write_text(f"[kdtree.engines]\nmine = {target}\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(engines.UnknownEngine, match="'mine' is registered as two:create and as one:create|one.*two"):
+        engines.registered()
+
+
+def test_an_engine_that_cannot_be_imported_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    info = tmp_path / "one-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: one\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[kdtree.engines]\nmine = not_there:create\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(engines.UnknownEngine, match="engine 'mine': not_there:create cannot be loaded"):
+        engines.create("mine", "cpu")
+
+
+def test_demo_closes_what_it_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[int] = []
+    monkeypatch.setattr(ReferenceSession, "close", lambda self: closed.append(1))
+    assert demo(["--engine", "reference", "--tokens", "1"]) == 0
+    assert closed == [1, 1]

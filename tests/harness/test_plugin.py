@@ -1,0 +1,183 @@
+"""Whole runs in processes of their own: what is expected, recorded and returned, with and without xdist."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from harness import ledger as ledgers
+from harness.cells import Ledger, Verdict
+from harness.sources import ROOT
+
+EXAMPLE = Path(__file__).with_name("example_engine")
+CELL = "fp32-ddtree-tiny2-noisy-cpu"
+
+
+def run(*arguments: str, module: str = "pytest", path: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """``python -m pytest tests/test_matrix.py ARGUMENTS`` as a user would, in an environment without our own settings."""
+    hidden = ("PYTEST_", "KDTREE_THREADS")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(hidden)}
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *([str(path)] if path else [])])
+    target = ["tests/test_matrix.py", "-p", "no:cacheprovider"] if module == "pytest" else []
+    command = [sys.executable, "-m", module, *arguments[: 0 if module == "pytest" else 1], *target]
+    command += arguments if module == "pytest" else arguments[1:]
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
+
+
+def verdicts(ledger: Ledger) -> dict[str, str]:
+    return {cell.id: cell.verdict.value for cell in ledger.cells}
+
+
+def test_a_passing_run_leaves_a_whole_ledger(tmp_path: Path) -> None:
+    run_dir = tmp_path / "reports" / "one"
+    arguments = ("--engine", "reference", "-k", "ar-tiny2", "-n", "1", "--run-dir", str(run_dir), "--host-name", "box")
+    done = run(*arguments)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "2 of 2 expected cells passed (filter: ar-tiny2)" in done.stdout
+    assert f"ledger: {run_dir}/ledger.json" in done.stdout
+    ledger = ledgers.read(tmp_path / "reports" / "latest")
+    assert verdicts(ledger) == {"fp32-ar-tiny2-cpu": "PASS", "int4-ar-tiny2-cpu": "PASS"}
+    assert (ledger.run_id, ledger.engine, set(ledger.environments)) == ("one", "reference", {"box"})
+    assert {(cell.host, cell.worker) for cell in ledger.cells} == {("box", "gw0")}
+    assert not (run_dir / "cells").exists()
+    suite = ElementTree.parse(run_dir / "junit.xml").getroot().find("testsuite")
+    assert suite is not None
+    assert (suite.get("tests"), suite.get("failures"), suite.get("errors")) == ("2", "0", "0")
+
+    again = run(*arguments)
+    assert again.returncode == 3
+    assert "holds the ledger of an earlier run" in again.stderr
+    assert ledgers.read(run_dir) == ledger
+
+
+def test_a_worker_that_dies_costs_its_cell_alone(tmp_path: Path) -> None:
+    run_dir = tmp_path / "one"
+    done = run("--engine", "wrong:crash", "-k", "tiny2 and fp32", "-n", "2", "--run-dir", str(run_dir))
+    assert done.returncode == 1, done.stdout + done.stderr
+    ledger = ledgers.read(run_dir)
+    counts = Counter(cell.verdict for cell in ledger.cells)
+    assert counts == {Verdict.PASS: 1, Verdict.ERROR: 3}
+    for cell in ledger.cells:
+        if cell.verdict is Verdict.ERROR:
+            assert "the worker died in this cell" in cell.detail
+            assert cell.worker.startswith("gw")
+            assert f"again: nox -s test -- -k {cell.id} --engine wrong:crash" in done.stdout
+
+
+def test_a_run_that_stops_early_owns_up_to_what_it_did_not_run(tmp_path: Path) -> None:
+    done = run("--engine", "wrong:error", "-x", "-k", "tiny2 and fp32", "--run-dir", str(tmp_path / "one"))
+    assert done.returncode == 1
+    counts = Counter(cell.verdict for cell in ledgers.read(tmp_path / "one").cells)
+    assert counts == {Verdict.ERROR: 1, Verdict.NOT_RUN: 3}
+    assert "EngineError: wrong on purpose" in done.stdout
+    assert "0 of 4 expected cells passed, 1 ERROR, 3 NOT_RUN" in done.stdout
+
+
+def test_cells_that_nobody_ran_make_the_run_incomplete(tmp_path: Path) -> None:
+    (tmp_path / "stops.py").write_text("def pytest_runtest_teardown(item):\n    item.session.shouldstop = 'enough'\n")
+    options = ("-k", "ar-tiny2", "--run-dir", str(tmp_path / "one"), "-p", "stops")
+    done = run("--engine", "reference", *options, path=tmp_path)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert Counter(verdicts(ledgers.read(tmp_path / "one")).values()) == {"PASS": 1, "NOT_RUN": 1}
+
+
+def test_one_cell_by_its_id_through_the_command(tmp_path: Path) -> None:
+    options = ("--engine", "wrong:error", "-n", "0", "--device", "cpu", "--run-dir", str(tmp_path / "one"))
+    done = run("test", "-k", CELL, *options, module="harness")
+    assert done.returncode == 1
+    ledger = ledgers.read(tmp_path / "one")
+    assert verdicts(ledger) == {CELL: "ERROR"}
+    assert ledger.filter == CELL
+    assert ledger.cells[0].seed != 0
+    for part in (f"seed {ledger.cells[0].seed}", f"again: nox -s test -- -k {CELL} --engine wrong:error"):
+        assert part in done.stdout
+
+
+def test_a_node_id_is_a_choice_too(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", f"tests/test_matrix.py::test_cell[{CELL}]"]
+    options = ["--engine", "wrong:error", "--run-dir", str(tmp_path / "one")]
+    done = subprocess.run([*command, *options], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 1
+    assert verdicts(ledgers.read(tmp_path / "one")) == {CELL: "ERROR"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("-k", "tiny2 and hostle"), "matches none of "),
+        (("-k", "tiny2 and"), "a word is missing"),
+        (("--engine", "nosuch"), "no engine is named 'nosuch'"),
+        (("--engine", "reference", "--device", "tpu"), "device 'tpu' is none of cpu, cuda"),
+    ],
+)
+def test_what_cannot_run_ends_with_3_and_no_ledger(tmp_path: Path, arguments: tuple[str, ...], message: str) -> None:
+    done = run("-n", "2", "--run-dir", str(tmp_path / "one"), *arguments)
+    assert done.returncode == 3, done.stdout + done.stderr
+    assert message in done.stderr
+    assert not (tmp_path / "one").exists()
+
+
+def test_a_required_gpu_that_is_not_there_ends_with_3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    done = run("--require-device", "cuda", "--run-dir", str(tmp_path / "one"))
+    assert done.returncode == 3
+    assert "device cuda was asked for and is not usable" in done.stderr
+
+
+def test_an_engine_that_cannot_start_leaves_a_ledger_that_says_so(tmp_path: Path) -> None:
+    done = run("--engine", "wrong:nothing", "-k", "ar-tiny2", "--run-dir", str(tmp_path / "one"))
+    assert done.returncode == 3
+    ledger = ledgers.read(tmp_path / "one")
+    assert set(verdicts(ledger).values()) == {"NOT_RUN"}
+    assert "no such fault" in ledger.problems[0]
+
+
+def test_other_tests_alone_leave_no_ledger(tmp_path: Path) -> None:
+    tests = ROOT / "tests"
+    others = [path for path in tests.iterdir() if path.is_dir() and path.name != "harness"]  # costs time alone
+    others += [path for path in (tests / "harness").glob("test_*.py") if path.name != "test_ledger.py"]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests"]
+    command += [*(f"--ignore={path}" for path in others), "--run-dir", str(tmp_path / "one"), "-k"]
+    done = subprocess.run([*command, "test_exit_statuses"], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert not (tmp_path / "one").exists()
+    none = subprocess.run([*command, "no_such_thing"], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert none.returncode == 3
+    assert "matches no cell and no test" in none.stdout
+
+
+def test_an_installed_package_brings_an_engine(tmp_path: Path) -> None:
+    site = tmp_path / "site"
+    pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation", "--no-index", "--target"]
+    copy = tmp_path / "source"
+    copy.mkdir()
+    for name in ("pyproject.toml", "example_engine.py"):  # setuptools writes beside what it builds
+        (copy / name).write_bytes((EXAMPLE / name).read_bytes())
+    subprocess.run([*pip, str(site), str(copy)], check=True, capture_output=True, timeout=120)
+    done = run("--engine", "example", "-k", "ar-tiny2", "--run-dir", str(tmp_path / "one"), path=site)
+    assert done.returncode == 0, done.stdout + done.stderr
+    ledger = ledgers.read(tmp_path / "one")
+    assert (ledger.engine, ledger.passed) == ("example", 2)
+    errors = [error for cell in ledger.cells for error in cell.step_errors]
+    assert max(errors) > 2e-7  # float32's noise, more than the reference's rounding of its results
+
+
+def test_collecting_alone_runs_and_writes_nothing(tmp_path: Path) -> None:
+    done = run("--engine", "reference", "--collect-only", "-q", "-k", CELL, "--run-dir", str(tmp_path / "one"))
+    assert done.returncode == 0
+    assert f"test_cell[{CELL}]" in done.stdout
+    assert not (tmp_path / "one").exists()
+
+
+def test_the_matrix_as_json_is_the_expected_set() -> None:
+    done = run("matrix", "--json", "-k", "tiny2", module="harness")
+    assert [entry["id"] for entry in json.loads(done.stdout)][1] == "fp32-ddtree-tiny2-oracle-cpu"
+    listed = run("matrix", "--list", "-k", "tiny2", module="harness")
+    assert listed.stdout.split() == [entry["id"] for entry in json.loads(done.stdout)]
