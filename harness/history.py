@@ -28,7 +28,8 @@ class Sample:
     """One cell of one run."""
 
     passed: bool
-    margin: float
+    margin: float | None
+    """None where no check with a bound was reached."""
     decode: float | None
     """Seconds."""
     rows: float | None
@@ -92,7 +93,7 @@ def summarise(ledger: Ledger, folder: str) -> RunSummary:
         rounds = cell.acceptance
         sample = Sample(
             cell.verdict is Verdict.PASS,
-            cell.margin,
+            cell.margin if any(check.allowed > 0 for check in cell.checks) else None,
             cell.times.get(TIMED),
             sum(rounds) / len(rounds) if rounds else None,
             hardware,
@@ -116,7 +117,7 @@ def summarise(ledger: Ledger, folder: str) -> RunSummary:
 
 
 def _worse(a: Sample, b: Sample) -> Sample:
-    return max((a, b), key=lambda sample: (not sample.passed, sample.margin))
+    return max((a, b), key=lambda sample: (not sample.passed, sample.margin or 0.0))
 
 
 def load(folder: Path, say: Callable[[str], None] = lambda line: print(line, file=sys.stderr)) -> History:
@@ -156,8 +157,7 @@ def _overview(runs: list[RunSummary]) -> Iterable[Chart]:
     groups = sorted({group(id) for run in runs for id in run.samples})
     margins = []
     for name in groups:
-        at = [[s.margin for id, s in run.samples.items() if group(id) == name and s.passed] for run in runs]
-        margins.append(Series(name, [max(values, default=None) for values in at]))
+        margins.append(Series(name, [_worst_margin(run, name) for run in runs]))
     yield _chart("Worst margin among the cells that passed", " of 1", margins, bound=1.0)
     for hardware in sorted({s.hardware for run in runs for s in run.samples.values()}):
         paces = [Series(name, _times(runs, name, hardware)) for name in groups]
@@ -174,6 +174,11 @@ def _overview(runs: list[RunSummary]) -> Iterable[Chart]:
         rows.append(Series(drafter, [sum(values) / len(values) if values else None for values in at]))
     if rows:
         yield _chart("Rows committed per round, mean over the cells of each drafter", " rows", rows)
+
+
+def _worst_margin(run: RunSummary, name: str) -> float | None:
+    margins = [s.margin for id, s in run.samples.items() if group(id) == name and s.passed and s.margin is not None]
+    return max(margins, default=None)
 
 
 def _times(runs: list[RunSummary], name: str, hardware: str) -> list[float | None]:

@@ -47,7 +47,8 @@ def _failures(view: View) -> Iterable[str]:
             at = ", ".join(map(str, cell.divergence.index))
             detail += f"<br>diverges first at {_code(f'{cell.divergence.tap} [{at}]')}"
         where = _where(bad, view.ledger.per_host)
-        yield f"| {MARKS[bad.css]} | {where} | {cell.verdict.value} | {detail} | {_code(cell.rerun) if cell.rerun else ''} |"
+        again = _code(cell.rerun) if cell.rerun else ""
+        yield f"| {MARKS[bad.css]} | {where} | {cell.verdict.value} | {detail} | {again} |"
     if len(view.bad) > FAILURES_SHOWN:
         yield f"\n{len(view.bad) - FAILURES_SHOWN} more cells did not pass; the HTML report has them all."
 

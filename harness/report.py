@@ -83,7 +83,8 @@ def _machine_history(history: History) -> dict[str, Any]:
                 for name in ("run_id", "started", "commit", "engine", "status", "passed", "wanted")
             },
             "cells": {
-                id: {**asdict(sample), "margin": _number(sample.margin)} for id, sample in sorted(run.samples.items())
+                id: {**asdict(sample), "margin": None if sample.margin is None else _number(sample.margin)}
+                for id, sample in sorted(run.samples.items())
             },
         }
         for run in history.runs
