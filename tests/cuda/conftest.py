@@ -1,0 +1,44 @@
+"""Tests of the CUDA backend. Those that need a GPU are collected only where one is usable; the header says so."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+
+from harness import gpu
+
+NEED_A_GPU = ["test_rows.py", "test_decoding.py", "test_backend.py"]
+
+
+@functools.cache
+def _survey() -> gpu.Survey:
+    return gpu.survey()
+
+
+collect_ignore = [] if _survey().gpus else NEED_A_GPU
+
+
+def pytest_report_header() -> str:
+    """Which GPU is tested, or why the tests that need one are left out."""
+    seen = _survey()
+    names = ", ".join(f"{g.name} (sm_{g.arch})" for g in seen.gpus)
+    return f"tests/cuda: on {names}" if names else f"tests/cuda: {', '.join(NEED_A_GPU)} left out: {seen.reason}"
+
+
+@pytest.fixture(scope="session")
+def cuda():  # type: ignore[no-untyped-def]
+    """Operations on the first visible GPU, with poisoned memory."""
+    from tests.cuda.operations import Operations
+
+    with Operations("cuda") as operations:
+        yield operations
+
+
+@pytest.fixture(scope="session")
+def cpu():  # type: ignore[no-untyped-def]
+    """The same operations on the CPU: written by other hands, and exact where the contract is exact."""
+    from tests.cuda.operations import Operations
+
+    with Operations("cpu") as operations:
+        yield operations
