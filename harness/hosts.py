@@ -92,10 +92,10 @@ class Host:
         return ("cpu", "cuda") if self.gpus else ("cpu",)
 
     @property
-    def cuda_arch_list(self) -> str:
-        """The architectures as ``TORCH_CUDA_ARCH_LIST`` wants them: ``9.0;12.0``."""
+    def capabilities(self) -> tuple[str, ...]:
+        """The architectures as torch and ``kdtree build`` write them: ``9.0``, ``12.0``."""
         parts = (_ARCHITECTURE.fullmatch(a) for a in self.architectures)
-        return ";".join(f"{m[1]}.{m[2]}{m[3]}" for m in parts if m)
+        return tuple(f"{m[1]}.{m[2]}{m[3]}" for m in parts if m)
 
 
 class _Reader:

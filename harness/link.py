@@ -16,6 +16,8 @@ import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import paramiko
+
 from harness.farside.wire import BEAT, DATA, ERR, GREETING, MESSAGE, OUT, Wire, WireError, parse
 from harness.hosts import Host
 from harness.ssh import Connection, ConnectionFailed, Options, connect
@@ -133,7 +135,7 @@ class Link:
             except TimeoutError:
                 if time.monotonic() - self._heard > self.silence:
                     raise LinkLost(self._silent()) from None
-            except OSError:
+            except (OSError, EOFError, paramiko.SSHException):
                 raise LinkLost(self.lost or "the connection closed") from None
 
     def _silent(self) -> str:
@@ -159,9 +161,10 @@ class Link:
             self.lost = (
                 f"the far side's program ended (status {status}){said}" if status >= 0 else "the connection closed"
             )
-        except (OSError, WireError) as error:
+        except (OSError, WireError, paramiko.SSHException) as error:
             self.lost = f"the connection broke: {error}"
         self._inbox.put((b"", None))
+        self.connection.close()  # whoever writes into a dead link is stuck until then
 
     def _listen_to_errors(self) -> None:
         """Keep the last of what the far side's program itself complains about."""

@@ -40,7 +40,11 @@ class Console:
 
     def say(self, name: str, text: str) -> None:
         """A line of this program's own about a host."""
-        self._write(self._out, name, [f"[{text}]"])
+        self.show(name, f"[{text}]")
+
+    def show(self, name: str, text: str) -> None:
+        """A line that belongs to a host."""
+        self._write(self._out, name, [text])
 
     def _write(self, stream: TextIO, name: str, lines: list[str]) -> None:
         colours = stream.isatty()

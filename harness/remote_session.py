@@ -269,8 +269,8 @@ def holder_text(holder: Mapping[str, Any]) -> str:
         return "somebody holds the box"
     age = f" for {float(holder['age']) / 60:.0f} min" if "age" in holder else ""
     return (
-        f"{holder.get('client', '?')} holds the box{age} (run {holder.get('run', '?')}, user {holder.get('user', '?')}, "
-        f"process {holder.get('pid', '?')} there)"
+        f"{holder.get('client', '?')} holds the box{age} (run {holder.get('run', '?')}, as user "
+        f"{holder.get('user', '?')}, process {holder.get('pid', '?')} there)"
     )
 
 

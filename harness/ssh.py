@@ -145,6 +145,15 @@ def _within(seconds: float, function: Callable[[], T], late: str) -> T:
     return results[0]
 
 
+def _until(condition: Callable[[], object], seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
 def _socket(connection: Connection, hop: Hop, limits: Limits) -> Any:
     """Something to speak SSH over: a TCP connection, a ProxyCommand, or a channel through the hop before."""
     if connection.transports:
@@ -198,24 +207,20 @@ def _handshake(transport: paramiko.Transport, hop: Hop, host: Host | None, limit
         key=lambda t: (t.replace("rsa-sha2-512", "ssh-rsa").replace("rsa-sha2-256", "ssh-rsa")) not in types,
     )
     security.ciphers = sorted(security.ciphers, key=lambda c: c not in _FAST_CIPHERS)
-    transport.banner_timeout = limits.banner
-    transport.handshake_timeout = limits.connect
+    # Two limits that paramiko does not tell apart when they are over are kept here; its own come later.
+    transport.banner_timeout = limits.banner + 5
+    transport.handshake_timeout = limits.connect + 5
     transport.auth_timeout = limits.auth
     done = threading.Event()
-    began = time.monotonic()
     transport.start_client(event=done)
-    while not done.wait(0.05):
-        waited = time.monotonic() - began
-        if not transport.remote_version and waited > limits.banner:
-            raise ConnectionFailed(f"{hop}: banner: connected, but the server says nothing within {limits.banner:g} s")
-        if transport.remote_version and waited > limits.banner + limits.connect:
-            raise ConnectionFailed(f"{hop}: key exchange: not finished within {limits.connect:g} s")
+    if not _until(lambda: done.is_set() or transport.remote_version, limits.banner):
+        raise ConnectionFailed(f"{hop}: banner: connected, but the server says nothing within {limits.banner:g} s")
+    if not _until(done.is_set, limits.connect):
+        raise ConnectionFailed(f"{hop}: key exchange: not finished within {limits.connect:g} s")
     if not transport.is_active():
         error = transport.get_exception()
         if transport.remote_version:
-            raise ConnectionFailed(f"{hop}: key exchange: {error or 'the server closed the connection'}")
-        if time.monotonic() - began >= limits.banner:
-            raise ConnectionFailed(f"{hop}: banner: connected, but the server says nothing within {limits.banner:g} s")
+            raise ConnectionFailed(f"{hop}: key exchange: {str(error or '') or 'the server closed the connection'}")
         raise ConnectionFailed(
             f"{hop}: banner: no SSH server answers there, or it closed the connection at once ({error})"
         )

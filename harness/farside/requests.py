@@ -169,19 +169,20 @@ def run(agent: Agent, message: dict[str, Any]) -> dict[str, Any]:
     store: Store = agent.held["store"]
     home = store.path("runs", message["run"])
     env = _environment(home, message)
+    argv = [os.path.expanduser(message["argv"][0]), *message["argv"][1:]]
     began = time.monotonic()
     try:
         command = Command(
-            message["argv"],
+            argv,
             os.path.join(home, encode(message["cwd"])),
             env,
             agent.wire.send,
             lambda: agent.inbox.put((b"", None)),
         )
     except FileNotFoundError:
-        return {"status": 127, "signal": 0, "reason": "", "text": f"{message['argv'][0]}: not found"}
+        return {"status": 127, "signal": 0, "reason": "", "text": f"{argv[0]}: not found"}
     except PermissionError:
-        return {"status": 126, "signal": 0, "reason": "", "text": f"{message['argv'][0]}: not executable"}
+        return {"status": 126, "signal": 0, "reason": "", "text": f"{argv[0]}: not executable"}
     reason = _until_over(agent, began + float(message["limit"]))
     interrupt = signal.SIGINT if reason == "cancelled" else signal.SIGTERM
     code, left, behind = command.finish(float(message["grace"]), first=interrupt)

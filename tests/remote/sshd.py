@@ -1,4 +1,4 @@
-"""A real OpenSSH server for tests: on loopback, with keys of its own, run by whoever runs the tests, without privileges."""
+"""A real OpenSSH server for tests: on loopback, with keys of its own, run by whoever runs the tests."""
 
 from __future__ import annotations
 
@@ -57,6 +57,7 @@ class Sshd:
         address: str = "127.0.0.1",
         options: Sequence[str] = (),
         prefix: Sequence[str] = (),
+        passwords: str = "no",
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.address, self.port = folder, address, free_port() if not prefix else 2222
@@ -64,7 +65,7 @@ class Sshd:
         self.config = folder / "sshd_config"
         self.log = folder / "log"
         self._options, self._prefix = list(options), list(prefix)
-        self._authorized = authorized
+        self._authorized, self._passwords = authorized, passwords
         self.process: subprocess.Popen[bytes] | None = None
         self.start()
 
@@ -76,7 +77,7 @@ class Sshd:
             f"AuthorizedKeysFile {self._authorized}",
             "StrictModes no",
             "UsePAM no",
-            "PasswordAuthentication no",
+            f"PasswordAuthentication {self._passwords}",
             "KbdInteractiveAuthentication no",
             f"PidFile {self.folder / 'pid'}",
             "Subsystem sftp internal-sftp",
