@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -39,29 +40,30 @@ def _out(array: npt.NDArray[Any]) -> Any:
 
 
 class CsrcSession:
-    """A `harness.protocol.Session` on ``csrc/``. Calls from several threads take turns."""
+    """A `harness.protocol.Session` on ``csrc/``. Calls from several threads take turns, a whole `decode` being one."""
 
     def __init__(self, ops: Any, handle: int) -> None:
         self._ops, self._handle = ops, handle
+        self._turn = threading.RLock()
         sizes = ops.session_sizes(handle)
         self.vocab, self.hidden, self.layers, self.rank, self.rope, self.eos_id, self.context, self.max_rows = sizes
 
     @property
     def length(self) -> int:
         """Committed rows."""
-        with named_errors():
+        with self._turn, named_errors():
             return int(self._ops.session_length(self._handle))
 
     def reset(self) -> None:
         """Forget all rows."""
-        with named_errors():
+        with self._turn, named_errors():
             self._ops.session_reset(self._handle)
 
     def prefill(self, tokens: Sequence[int]) -> F32:
         """Commit ``tokens``; logits [n, V]."""
         rows = _ints(tokens, "token", TokenError)
         out = np.empty((len(rows), self.vocab), np.float32)
-        with named_errors():
+        with self._turn, named_errors():
             self._ops.session_prefill(self._handle, rows, _out(out))
         return out
 
@@ -69,7 +71,7 @@ class CsrcSession:
         """Commit one token; logits [V]."""
         out = np.empty(self.vocab, np.float32)
         value = int(_ints([token], "token", TokenError)[0])
-        with named_errors():
+        with self._turn, named_errors():
             self._ops.session_step(self._handle, value, _out(out))
         return out
 
@@ -77,29 +79,29 @@ class CsrcSession:
         """Run a tree, commit none of it; logits [M, V]."""
         rows, above = _ints(tokens, "token", TokenError), _ints(parents, "parent")
         out = np.empty((len(rows), self.vocab), np.float32)
-        with named_errors():
+        with self._turn, named_errors():
             self._ops.session_verify(self._handle, rows, above, _out(out))
         return out
 
     def commit(self, path: Sequence[int]) -> None:
         """Commit rows of the last verify."""
         rows = _ints(path, "row")
-        with named_errors():
+        with self._turn, named_errors():
             self._ops.session_commit(self._handle, rows)
 
     def decode(self, request: DecodeRequest) -> Decoded:
         """Reset, prefill and decode to the end, in one call into the engine."""
-        with named_errors():
+        with self._turn, named_errors():
             ticket = self._begin(request)
             self._ops.decode_run(self._handle, ticket)
             return self._decoded(request, ticket)
 
     def stream(self, request: DecodeRequest) -> Iterator[int]:
         """As `decode`, yielding tokens as rounds accept them; checked when the first token is asked for."""
-        with named_errors():
+        with self._turn, named_errors():
             ticket = self._begin(request)
         while True:
-            with named_errors():
+            with self._turn, named_errors():
                 tokens = self._ops.decode_round(self._handle, ticket)
             if not tokens:
                 return
@@ -109,41 +111,41 @@ class CsrcSession:
         """Committed rows of one layer: latent [length, R], k_rope [length, P]."""
         length = self.length
         latent, k_rope = np.empty((length, self.rank), np.float32), np.empty((length, self.rope), np.float32)
-        with named_errors():
+        with self._turn, named_errors():
             self._ops.session_cache(self._handle, layer, _out(latent), _out(k_rope))
         return latent, k_rope
 
     def taps(self, tokens: Sequence[int], *, operations: bool = False) -> Mapping[str, F32]:
         """Reset, prefill and return the intermediate rows by name."""
         rows = _ints(tokens, "token", TokenError)
-        with named_errors():
+        with self._turn, named_errors():
             return self._tapped(self._ops.session_taps(self._handle, rows, operations), len(rows))
 
     def verify_taps(self, tokens: Sequence[int], parents: Sequence[int]) -> Mapping[str, F32]:
         """Run a tree as `verify` does and return every operation's rows by name; nothing is left to commit."""
         rows, above = _ints(tokens, "token", TokenError), _ints(parents, "parent")
-        with named_errors():
+        with self._turn, named_errors():
             return self._tapped(self._ops.session_verify_taps(self._handle, rows, above), len(rows))
 
     def counters(self) -> Mapping[str, int]:
         """Kernel launches by name."""
-        with named_errors():
+        with self._turn, named_errors():
             lines = self._ops.session_counters(self._handle).splitlines()
         return {name: int(count) for name, count in (line.split() for line in lines)}
 
     def reset_counters(self) -> None:
         """Count from zero again."""
-        with named_errors():
+        with self._turn, named_errors():
             self._ops.session_reset_counters(self._handle)
 
     def broken_guard(self) -> str:
         """Name of a buffer written outside its bounds, or ``""``."""
-        with named_errors():
+        with self._turn, named_errors():
             return str(self._ops.session_broken_guard(self._handle))
 
     def memory(self) -> tuple[int, int]:
         """Bytes of the device that this session holds and has held at most; weights mapped from the file excepted."""
-        with named_errors():
+        with self._turn, named_errors():
             held, peak = self._ops.session_memory(self._handle)
         return held, peak
 

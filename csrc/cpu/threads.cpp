@@ -11,7 +11,7 @@
 namespace kdtree::cpu {
 namespace {
 
-constexpr double kSerialWork = 1 << 18;  // multiply-adds, some 10 us on one core: about the cost of waking a thread
+constexpr double kSerialWork = 1 << 20;  // multiply-adds, some 30 us on one core: waking a thread costs about as much
 constexpr int kMaxThreads = 256;
 
 int positive(const char* name) {

@@ -1,4 +1,4 @@
-"""MLA in absorbed form against the direct form in float64: any tree, any split between cache and step, the same bits."""
+"""MLA in absorbed form against the direct form in float64; the same bits for any tree and any split of the keys."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Attention:
         return np.asarray(x / np.sqrt((x**2).mean() + EPS) * self.norm)
 
     def want(self, path: Sequence[int]) -> Array:
-        """o [heads, v] of the last token of `path`, which are token numbers in order of position; W_UK and W_UV direct."""
+        """o [heads, v] of the last of `path`, token numbers in order of position; keys and values made explicitly."""
         latent = np.stack([self.latent(t) for t in path])
         k_rope = np.stack([self.turned(self.kv[t, self.rank :], p) for p, t in enumerate(path)])
         k = np.einsum("tr,hnr->htn", latent, self.kv_b[:, : self.nope].astype(np.float64))
