@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from harness import environment as machine
-from harness import gpu
 from harness.cells import INFRASTRUCTURE, PASSED
 from harness.cli import Parser
 
@@ -56,7 +55,7 @@ def _cuda() -> list[Finding]:
     """The CUDA toolkit against torch's CUDA, and the GPUs. torch refuses a toolkit of another major version."""
     path, toolkit = machine.nvcc()
     built_for = machine.torch_cuda()
-    survey = gpu.survey()
+    survey = machine.survey()
     gpus = ", ".join(f"{g.name} (sm_{g.capability[0]}{g.capability[1]})" for g in survey.gpus)
     found = [
         Finding("GPU", bool(gpus), gpus or survey.reason, "cuda", "" if gpus else "cells on cuda need an NVIDIA GPU"),

@@ -83,10 +83,16 @@ def compiler() -> tuple[str, str]:
 
 
 @cache
+def survey() -> gpu.Survey:
+    """The GPUs, asked for once in a process."""
+    return gpu.survey()
+
+
+@cache
 def environment() -> dict[str, str]:
     """Everything about the machine that a result may depend on."""
     name, features = cpu()
-    survey = gpu.survey()
+    seen = survey()
     return {
         "os": f"{platform.system()} {platform.release()}",
         "machine": platform.machine(),
@@ -99,6 +105,6 @@ def environment() -> dict[str, str]:
         "cuda": torch_cuda(),
         "nvcc": nvcc()[1],
         "compiler": compiler()[1],
-        "driver": survey.driver,
-        "gpus": ", ".join(f"{g.name} (sm_{g.capability[0]}{g.capability[1]})" for g in survey.gpus),
+        "driver": seen.driver,
+        "gpus": ", ".join(f"{g.name} (sm_{g.capability[0]}{g.capability[1]})" for g in seen.gpus),
     }

@@ -1,8 +1,8 @@
 """The pytest plugin: options, the cells as tests, one record per cell, the run's ledger and exit status.
 
 With xdist the controller plans, builds and makes bundles before any worker starts, and writes the ledger at the end;
-workers run cells and store their records. Without xdist one process does both. The exit status is
-that of the ledger (``harness.cells.exit_status``), joined with pytest's own for the other tests.
+workers run cells and store their records. Without xdist one process does both. The exit status is that of the ledger
+(``harness.cells.exit_status``), joined with pytest's own for the other tests.
 
 Cells are chosen by ``-k`` and by node id, and what was chosen is what is expected; ``-m``, ``--lf`` and ``--deselect``
 do not reach them.
@@ -21,21 +21,22 @@ from typing import Any
 import pytest
 
 from harness import ledger as ledgers
-from harness.cells import INFRASTRUCTURE, Cell, Ledger, Verdict, exit_status
-from harness.environment import environment
+from harness.cells import INFRASTRUCTURE, Cell, Verdict, exit_status
+from harness.gpu_share import give
 from harness.ledger import LedgerError
 from harness.matrix import MatrixError, expected, parse
-from harness.prepare import Infrastructure, Plan, plan, prepare, usable_devices
-from harness.report import write_reports
-from harness.runner import Runner
-from harness.runner import describe as describe_cell
-from harness.sources import ROOT, describe
+from harness.prepare import Infrastructure, plan, usable_devices
+from harness.run import Run
+from harness.runner import Runner, describe
+from harness.sources import ROOT
 
 MATRIX = ROOT / "tests" / "test_matrix.py"
 NAMES = ("test_cell", "test_matrix.py", "tests")
 """What every cell is also called in a ``-k`` expression."""
 CELL_SECONDS = 120.0
-RUN = pytest.StashKey["Run | None"]()
+RUN = pytest.StashKey[Run | None]()
+OBSTACLE = pytest.StashKey[str]()
+"""Why the run cannot start."""
 CellRun = Callable[[str], Cell]
 
 
@@ -50,64 +51,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Share the processors between workers; two threads at least, so that a race between threads can show."""
-    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-    if _is_worker(config) and "OMP_NUM_THREADS" not in os.environ:
-        os.environ.setdefault("KDTREE_THREADS", str(max(2, (os.cpu_count() or 1) // workers)))
-
-
-class Run:
-    """The controller's side: from the plan to the ledger."""
-
-    def __init__(self, config: pytest.Config, plan: Plan, notes: tuple[str, ...]) -> None:
-        self.plan, self.notes = plan, notes
-        self.problems: list[str] = []
-        self.bundles: dict[str, Path] = {}
-        run_dir = config.getoption("--run-dir")
-        self.run_id = run_dir.name if run_dir else ledgers.new_run_id()
-        self.run_dir = (run_dir or ROOT / "reports" / self.run_id).absolute()
-        self.started = ledgers.timestamp()
-        self._sources = describe()  # before anything is built from them
-        self.ledger: Ledger | None = None
-        self.path: Path | None = None
-        self._host = config.getoption("--host-name")
-        self._command = shlex.join(["pytest", *config.invocation_params.args])
-        if (self.run_dir / ledgers.LEDGER_FILE).exists():
-            raise Infrastructure(f"--run-dir {self.run_dir} holds the ledger of an earlier run; name another folder")
-
-    def finish(self) -> Ledger:
-        """Collect the cells, write the ledger and the reports; once."""
-        if self.ledger is not None:
-            return self.ledger
-        blank = Ledger(
-            run_id=self.run_id,
-            started=self.started,
-            finished=ledgers.timestamp(),
-            engine=self.plan.engine,
-            command=self._command,
-            sources=self._sources,
-            environments={self._host: environment()},
-            expected=tuple(sorted(self.plan.expected)),
-            cells=(),
-            filter=self.plan.filter,
-            problems=tuple(self.problems),
-            notes=self.notes,
-        )
-        self.ledger = ledgers.complete(blank, ledgers.collect(self.run_dir))
-        self.path = ledgers.write(self.ledger, self.run_dir)
-        write_reports(self.ledger, self.run_dir)
-        return self.ledger
-
-    def for_workers(self) -> dict[str, Any]:
-        """What a worker needs, in values that execnet can carry."""
-        return {
-            "engine": self.plan.engine,
-            "devices": list(self.plan.devices),
-            "expected": list(self.plan.expected),
-            "filter": self.plan.filter,
-            "bundles": {config: str(path) for config, path in self.bundles.items()},
-            "run_dir": str(self.run_dir),
-        }
+    """In a worker: take one share of the processors and one GPU, before anything looks for them."""
+    if not _is_worker(config):
+        return
+    workers = int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
+    if "OMP_NUM_THREADS" not in os.environ:
+        threads = max(2, (os.cpu_count() or 1) // workers)  # two at least, so that a race between threads can show
+        os.environ.setdefault("KDTREE_THREADS", str(threads))
+    handed = _handed(config)
+    if handed is not None and handed["gpus"]:
+        give(int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw")), handed["gpus"], os.environ)
 
 
 def _is_worker(config: pytest.Config) -> bool:
@@ -145,13 +98,38 @@ def _make_run(config: pytest.Config) -> Run | None:
             raise
         plan(engine, devices)  # what is wrong with the whole matrix is wrong here too
         return None
-    return Run(config, chosen, (note,) if note else ())
+    return Run(
+        chosen,
+        (note,) if note else (),
+        run_dir=config.getoption("--run-dir"),
+        host=config.getoption("--host-name"),
+        command=shlex.join(["pytest", *config.invocation_params.args]),
+    )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """Plan the run while the number of workers can still change; what is in its way is told at the session's start."""
+    config.stash[RUN] = None
+    if _is_worker(config) or config.getoption("collectonly"):
+        return
+    try:
+        run = config.stash[RUN] = _make_run(config)
+        wanted = config.getoption("numprocesses", None)
+        if run is not None and run.gpus and wanted:
+            if not isinstance(wanted, int):
+                wanted = config.hook.pytest_xdist_auto_num_workers(config=config)
+            config.option.numprocesses = run.workers(wanted)
+    except Infrastructure as error:
+        config.stash[OBSTACLE] = str(error)
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
     config = session.config
-    config.stash[RUN] = None
-    if _is_worker(config) or config.getoption("collectonly"):
+    if OBSTACLE in config.stash:
+        pytest.exit(f"kdtree: {config.stash[OBSTACLE]}", INFRASTRUCTURE)
+    run = config.stash.get(RUN, None)
+    if run is None:
         return
     terminal = config.pluginmanager.get_plugin("terminalreporter")
 
@@ -161,20 +139,9 @@ def pytest_sessionstart(session: pytest.Session) -> None:
             terminal.flush()
 
     try:
-        run = config.stash[RUN] = _make_run(config)
+        run.start(say)
     except Infrastructure as error:
         pytest.exit(f"kdtree: {error}", INFRASTRUCTURE)
-    if run is None:
-        return
-    say(f"matrix: {len(run.plan.expected)} cells expected on {', '.join(run.plan.devices)}, engine {run.plan.engine}")
-    for note in run.notes:
-        say(f"matrix: {note}")
-    try:
-        run.bundles = prepare(run.plan.engine, [parse(id) for id in run.plan.expected], say)
-    except Infrastructure as error:
-        run.problems.append(str(error))
-        run.finish()
-        pytest.exit(f"kdtree: {error}\nledger: {run.path}", INFRASTRUCTURE)
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -191,15 +158,14 @@ def pytest_handlecrashitem(crashitem: str, report: Any, sched: Any) -> None:
     run = sched.config.stash.get(RUN, None)
     if run is None or f"{MATRIX.name}::" not in crashitem:
         return
-    host, worker = sched.config.getoption("--host-name"), report.node.gateway.id
-    runner = Runner(run.plan.engine, {}, seconds=0, host=host, worker=worker)
+    runner = Runner(run.plan.engine, {}, seconds=0, host=run.host, worker=report.node.gateway.id)
     point = parse(crashitem[crashitem.index("[") + 1 : -1])
     record = runner.blank(point, Verdict.ERROR, "the worker died in this cell")
     try:
         ledgers.record(record, run.run_dir)
-        report.longrepr = describe_cell(record)
+        report.longrepr = describe(record)
     except LedgerError:  # it had recorded the cell, and why, before it ended
-        report.longrepr = next(describe_cell(cell) for cell in ledgers.collect(run.run_dir) if cell.id == point.id)
+        report.longrepr = next(describe(cell) for cell in ledgers.collect(run.run_dir) if cell.id == point.id)
 
 
 def _handed(config: pytest.Config) -> dict[str, Any] | None:

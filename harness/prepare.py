@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness import gpu
 from harness.engines import create, registered
+from harness.environment import survey
 from harness.matrix import DEVICES, MatrixError, Point, expected, select
 
 Say = Callable[[str], None]
@@ -43,7 +43,7 @@ def usable_devices(engine: str, asked: Sequence[str], required: Sequence[str]) -
             raise Infrastructure(f"device {device!r} is none of {', '.join(DEVICES)}")
     own = engine.partition(":")[0] == "csrc"
     wanted = list(dict.fromkeys([*(asked or ["cpu"]), *required]))
-    reason = gpu.survey().reason if "cuda" in wanted or (own and not asked) else "not asked for"
+    reason = survey().reason if "cuda" in wanted or (own and not asked) else "not asked for"
     if "cuda" in wanted and reason:
         raise Infrastructure(f"device cuda was asked for and is not usable: {reason}")
     if not asked and own and not reason and "cuda" not in wanted:

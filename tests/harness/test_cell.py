@@ -273,8 +273,8 @@ def test_native_code_that_never_returns_ends_with_a_record(micro: Path, monkeypa
     thread = threading.Thread(target=runner.run, args=(AR, records.append))
     thread.start()
     thread.join(30)
-    assert last == [1]
-    assert [(cell.id, cell.verdict) for cell in records] == [(AR.id, Verdict.TIMEOUT)]
+    assert last[0] == 1  # with _exit disarmed the cell goes on, and may be late once more
+    assert (records[0].id, records[0].verdict) == (AR.id, Verdict.TIMEOUT)
 
 
 def test_engines_are_found_by_name() -> None:

@@ -20,15 +20,18 @@ EXAMPLE = Path(__file__).with_name("example_engine")
 CELL = "fp32-ddtree-tiny2-noisy-cpu"
 
 
-def run(*arguments: str, module: str = "pytest", path: Path | None = None) -> subprocess.CompletedProcess[str]:
-    """``python -m pytest tests/test_matrix.py ARGUMENTS`` as a user would, in an environment without our own settings."""
-    hidden = ("PYTEST_", "KDTREE_THREADS")
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(hidden)}
+def start(*command: str, path: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """``python -m COMMAND`` as a user would, without what this test run put into the environment."""
+    own = ("PYTEST_", "KDTREE_THREADS")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(own)}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *([str(path)] if path else [])])
-    target = ["tests/test_matrix.py", "-p", "no:cacheprovider"] if module == "pytest" else []
-    command = [sys.executable, "-m", module, *arguments[: 0 if module == "pytest" else 1], *target]
-    command += arguments if module == "pytest" else arguments[1:]
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    line = [sys.executable, "-m", *command]
+    return subprocess.run(line, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
+
+
+def run(*arguments: str, path: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """The matrix under pytest."""
+    return start("pytest", "tests/test_matrix.py", "-p", "no:cacheprovider", *arguments, path=path)
 
 
 def verdicts(ledger: Ledger) -> dict[str, str]:
@@ -90,7 +93,7 @@ def test_cells_that_nobody_ran_make_the_run_incomplete(tmp_path: Path) -> None:
 
 def test_one_cell_by_its_id_through_the_command(tmp_path: Path) -> None:
     options = ("--engine", "wrong:error", "-n", "0", "--device", "cpu", "--run-dir", str(tmp_path / "one"))
-    done = run("test", "-k", CELL, *options, module="harness")
+    done = start("harness", "test", "-k", CELL, *options)
     assert done.returncode == 1
     ledger = ledgers.read(tmp_path / "one")
     assert verdicts(ledger) == {CELL: "ERROR"}
@@ -101,9 +104,10 @@ def test_one_cell_by_its_id_through_the_command(tmp_path: Path) -> None:
 
 
 def test_a_node_id_is_a_choice_too(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", f"tests/test_matrix.py::test_cell[{CELL}]"]
-    options = ["--engine", "wrong:error", "--run-dir", str(tmp_path / "one")]
-    done = subprocess.run([*command, *options], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    node = f"tests/test_matrix.py::test_cell[{CELL}]"
+    done = start(
+        "pytest", "-p", "no:cacheprovider", node, "--engine", "wrong:error", "--run-dir", str(tmp_path / "one")
+    )
     assert done.returncode == 1
     assert verdicts(ledgers.read(tmp_path / "one")) == {CELL: "ERROR"}
 
@@ -143,12 +147,12 @@ def test_other_tests_alone_leave_no_ledger(tmp_path: Path) -> None:
     tests = ROOT / "tests"
     others = [path for path in tests.iterdir() if path.is_dir() and path.name != "harness"]  # costs time alone
     others += [path for path in (tests / "harness").glob("test_*.py") if path.name != "test_ledger.py"]
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests"]
+    command = ["pytest", "-q", "-p", "no:cacheprovider", "tests"]
     command += [*(f"--ignore={path}" for path in others), "--run-dir", str(tmp_path / "one"), "-k"]
-    done = subprocess.run([*command, "test_exit_statuses"], cwd=ROOT, capture_output=True, text=True, check=False)
+    done = start(*command, "test_exit_statuses")
     assert done.returncode == 0, done.stdout + done.stderr
     assert not (tmp_path / "one").exists()
-    none = subprocess.run([*command, "no_such_thing"], cwd=ROOT, capture_output=True, text=True, check=False)
+    none = start(*command, "no_such_thing")
     assert none.returncode == 3
     assert "matches no cell and no test" in none.stdout
 
@@ -177,7 +181,7 @@ def test_collecting_alone_runs_and_writes_nothing(tmp_path: Path) -> None:
 
 
 def test_the_matrix_as_json_is_the_expected_set() -> None:
-    done = run("matrix", "--json", "-k", "tiny2", module="harness")
+    done = start("harness", "matrix", "--json", "-k", "tiny2")
     assert [entry["id"] for entry in json.loads(done.stdout)][1] == "fp32-ddtree-tiny2-oracle-cpu"
-    listed = run("matrix", "--list", "-k", "tiny2", module="harness")
+    listed = start("harness", "matrix", "--list", "-k", "tiny2")
     assert listed.stdout.split() == [entry["id"] for entry in json.loads(done.stdout)]

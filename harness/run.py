@@ -1,0 +1,107 @@
+"""One run of the matrix as its controller sees it: from the plan over build, bundles and GPUs to the ledger.
+
+However a run ends - all passed, interrupted, or kept from starting - it leaves one whole ledger, written once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from harness import ledger as ledgers
+from harness.cells import Ledger
+from harness.environment import environment, survey
+from harness.gpu import Gpu, GpuBusy
+from harness.gpu_share import GpuTooSmall, leased, workers_that_fit
+from harness.matrix import parse
+from harness.prepare import Infrastructure, Plan, Say, prepare
+from harness.report import write_reports
+from harness.sources import ROOT, describe
+
+
+class Run:
+    """A planned run. ``run_dir`` is where its ledger goes, ``reports/<run id>`` unless given."""
+
+    def __init__(self, plan: Plan, notes: tuple[str, ...], *, run_dir: Path | None, host: str, command: str) -> None:
+        """Raises Infrastructure when ``run_dir`` has a ledger already."""
+        self.plan, self.notes, self.host = plan, list(notes), host
+        self.problems: list[str] = []
+        self.bundles: Mapping[str, Path] = {}
+        self.run_id = run_dir.name if run_dir else ledgers.new_run_id()
+        self.run_dir = (run_dir or ROOT / "reports" / self.run_id).absolute()
+        self.ledger: Ledger | None = None
+        self.path = self.run_dir / ledgers.LEDGER_FILE
+        self._command, self._started = command, ledgers.timestamp()
+        self._sources = describe()  # before anything is built from them
+        self._held = ExitStack()
+        if self.path.exists():
+            raise Infrastructure(
+                f"{self.run_dir} holds the ledger of an earlier run; name another folder with --run-dir"
+            )
+
+    @property
+    def gpus(self) -> tuple[Gpu, ...]:
+        """The GPUs that its cells use."""
+        return survey().gpus if any(parse(id).device == "cuda" for id in self.plan.expected) else ()
+
+    def workers(self, wanted: int) -> int:
+        """How many of ``wanted`` workers may start. Raises Infrastructure when the GPUs have no room for one."""
+        if not self.gpus or wanted < 1:
+            return wanted
+        try:
+            fitting = workers_that_fit(self.gpus, {parse(id).config for id in self.plan.expected}, wanted)
+        except GpuTooSmall as error:
+            raise Infrastructure(str(error)) from error
+        if fitting < wanted:
+            self.notes.append(f"{fitting} of {wanted} workers: GPU memory has room for no more")
+        return fitting
+
+    def start(self, say: Say) -> None:
+        """Take the GPUs, build, make bundles. After Infrastructure the ledger is there and says what was in the way."""
+        where = ", ".join(self.plan.devices)
+        say(f"matrix: {len(self.plan.expected)} cells expected on {where}, engine {self.plan.engine}")
+        for note in self.notes:
+            say(f"matrix: {note}")
+        try:
+            self._held.enter_context(leased(self.gpus, self.run_id))
+            self.bundles = prepare(self.plan.engine, [parse(id) for id in self.plan.expected], say)
+        except (Infrastructure, GpuBusy, OSError) as error:
+            self.problems.append(str(error))
+            self.finish()
+            raise Infrastructure(f"{error}\nledger: {self.path}") from error
+
+    def for_workers(self) -> dict[str, Any]:
+        """What a worker needs, in values that execnet can carry."""
+        return {
+            "engine": self.plan.engine,
+            "expected": list(self.plan.expected),
+            "bundles": {config: str(path) for config, path in self.bundles.items()},
+            "run_dir": str(self.run_dir),
+            "gpus": [gpu.uuid for gpu in self.gpus],
+        }
+
+    def finish(self) -> Ledger:
+        """Collect the cells, write the ledger and the reports, give the GPUs back; once."""
+        if self.ledger is not None:
+            return self.ledger
+        blank = Ledger(
+            run_id=self.run_id,
+            started=self._started,
+            finished=ledgers.timestamp(),
+            engine=self.plan.engine,
+            command=self._command,
+            sources=self._sources,
+            environments={self.host: environment()},
+            expected=tuple(sorted(self.plan.expected)),
+            cells=(),
+            filter=self.plan.filter,
+            problems=tuple(self.problems),
+            notes=tuple(self.notes),
+        )
+        self.ledger = ledgers.complete(blank, ledgers.collect(self.run_dir))
+        ledgers.write(self.ledger, self.run_dir)
+        write_reports(self.ledger, self.run_dir)
+        self._held.close()
+        return self.ledger

@@ -1,0 +1,55 @@
+"""Sharing GPUs: the number of workers follows from memory, each sees one GPU, and no second run joins in."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from harness import gpu_share
+from harness.gpu import CONTEXT_BYTES, Gpu, GpuBusy
+from harness.gpu_share import GpuTooSmall, give, leased, session_bytes, workers_that_fit
+from refs import generate, recipe
+
+
+def card(free: int, uuid: str = "GPU-a") -> Gpu:
+    return Gpu(0, uuid, "Card", (9, 0), 1 << 40, free)
+
+
+@pytest.mark.parametrize("config", ["tiny", "tiny2"])
+def test_a_session_is_reckoned_larger_than_its_weights(config: str) -> None:
+    _, tensors = generate.layout(generate.generate(recipe.load(config)))
+    stored = sum(t.nbytes for name, t in tensors.items() if not name.startswith(("golden.", "draft.", "meta")))
+    quantised = sum(t.nbytes for name, t in tensors.items() if name.endswith((".qw", ".sc")))
+    least = stored - quantised
+    assert least < session_bytes(config) - gpu_share.SCRATCH_BYTES < 4 * least
+
+
+def test_memory_caps_the_workers_and_the_fullest_gpu_decides() -> None:
+    need = 2 * session_bytes("tiny") + CONTEXT_BYTES
+    room = [int(need * count / 0.9) + 1 for count in range(4)]
+    assert workers_that_fit([card(room[3])], ["tiny"], 8) == 3
+    assert workers_that_fit([card(room[3])], ["tiny"], 2) == 2
+    assert workers_that_fit([card(room[3]), card(room[1], "GPU-b")], ["tiny", "tiny2"], 8) == 2
+    with pytest.raises(GpuTooSmall, match=r"needs \d+ MiB of GPU memory \(Card: \d+ MiB free\)"):
+        workers_that_fit([card(room[1] - need // 8)], ["tiny"], 8)
+
+
+def test_workers_are_dealt_out_over_the_gpus() -> None:
+    seen = []
+    for worker in range(4):
+        environment = {"CUDA_VISIBLE_DEVICES": "0,1"}
+        give(worker, ["GPU-a", "GPU-b"], environment)
+        seen.append(environment["CUDA_VISIBLE_DEVICES"])
+    assert seen == ["GPU-a", "GPU-b", "GPU-a", "GPU-b"]
+
+
+def test_a_second_run_waits_for_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KDTREE_LOCKS", str(tmp_path))
+    real = gpu_share.Lease
+    monkeypatch.setattr(gpu_share, "Lease", lambda gpu, run: real(gpu, run=run, timeout=0.1, say=lambda text: None))
+    pair = [card(1, "GPU-b"), card(1, "GPU-a")]
+    with leased(pair, "one"), pytest.raises(GpuBusy, match="run one"), leased(pair[:1], "two"):
+        pass
+    with leased(pair, "two"):
+        pass
