@@ -1,4 +1,4 @@
-"""Sessions: AR against the goldens, DDTree against AR to the bit, trees and commits by hand, streams, several at once."""
+"""Sessions: AR against the goldens, DDTree against AR to the bit, trees and commits by hand, streams, many at once."""
 
 from __future__ import annotations
 
