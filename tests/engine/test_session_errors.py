@@ -80,7 +80,7 @@ def test_drafts_that_cannot_be_ranked(session: CsrcSession, tiny2: Path, value: 
         logits = np.array(hostile.logits)
         logits[row, 3] = value
         bad = bundle.request("fp32", "hostile", draft=Draft(logits, hostile.first))
-        with pytest.raises(protocol.DrafterError, match="a draft logit of depth [1-7] is NaN or"):
+        with pytest.raises(protocol.DrafterError, match=r"a draft logit of depth [1-7] is NaN or"):
             session.decode(bad)
         assert session.length == 0
         assert list(session.decode(bundle.request("fp32", "hostile")).tokens) == bundle.tokens("fp32")
@@ -194,7 +194,7 @@ def test_unknown_devices() -> None:
 
 def test_more_memory_than_there_is(device: str, tiny: Path, tmp_path: Path) -> None:
     huge = changed(tiny, tmp_path / "huge.kdtr", fields={"max_context": 2**31 - 1 - 65})
-    with pytest.raises(protocol.OutOfMemory, match="cache.latent|rope"):
+    with pytest.raises(protocol.OutOfMemory, match=r"cache.latent|rope"):
         engine.create(device).load(huge, "fp32")
 
 
@@ -240,7 +240,7 @@ def test_a_session_outlives_a_token_that_breaks_it(device: str, tiny: Path, tmp_
     with engine.create(device).load(broken, "fp32", poison=True) as session:
         want = session.decode(bundle.request()).tokens
         assert list(want) == bundle.tokens("fp32")
-        with pytest.raises(protocol.NonFiniteError, match="decode|prefill"):
+        with pytest.raises(protocol.NonFiniteError, match=r"decode|prefill"):
             session.decode(bundle.request(prompt=[*bundle.prompt, bad]))
         assert session.decode(bundle.request()).tokens == want
         session.reset()
