@@ -1,4 +1,4 @@
-"""The C++ KDTR reader: hand-written bytes, truncation everywhere, and the Python reader's verdict on thousands of files."""
+"""The C++ KDTR reader: hand-written bytes, truncation everywhere, and the Python reader's verdict on edited files."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Reader:
         self.engine = engine.create("cpu")
 
     def cpp(self, data: bytes) -> str:
-        """The complaint of the C++ reader, or "" if the format is right (no model is in the file, so it still fails)."""
+        """The complaint of the C++ reader, or "" if the format is right (holding no model, it still fails to load)."""
         self.path.write_bytes(data)
         with pytest.raises(EngineError) as caught:
             self.engine.load(self.path, "fp32")
