@@ -259,7 +259,8 @@ class CsrcEngine:
         return CsrcSession(self._ops, handle)
 
     def kernels(self, precision: str, moe: bool) -> frozenset[str]:
-        """Kernels that a decode must have launched (csrc/ops.h names them)."""
+        """Kernels that a decode must have launched (csrc/ops.h names them); with KDTREE_ISA set, those it asks for."""
         always = {"embed", "linear_f32", "mla_prepare", "mla_attention", "mla_value", "select", "accept", "kv_commit"}
         experts = {"router", "experts_int4" if precision == "int4" else "experts_f32"} if moe else set()
-        return frozenset(always | experts)
+        isa = os.environ.get("KDTREE_ISA", "") if self.device == "cpu" else ""
+        return frozenset(always | experts | ({f"isa_{isa}"} if isa else set()))

@@ -28,7 +28,7 @@ size_t padded(size_t bytes) { return (bytes + kAlign - 1) / kAlign * kAlign; }
 }  // namespace
 
 CpuBackend::CpuBackend(int threads, bool poison)
-    : k_(kernels()), threads_(threads > 0 ? threads : default_threads()), poison_(poison) {}
+    : k_(kernels()), isa_(std::string("isa_") + k_.isa), threads_(threads > 0 ? threads : default_threads()), poison_(poison) {}
 
 CpuBackend::~CpuBackend() {
   for (auto& [p, block] : blocks_) std::free(block.raw);

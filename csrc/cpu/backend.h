@@ -60,10 +60,14 @@ class CpuBackend final : public Backend {
     void* raw;
     size_t bytes;
   };
-  void count(const char* kernel) { ++counters_[kernel]; }
+  void count(const char* kernel) {
+    ++counters_[kernel];
+    ++counters_[isa_];
+  }
   void norm_row(float* out, const float* x, const float* w, float eps, int dim) const;
 
   const Kernels& k_;
+  const std::string isa_;  // "isa_" and the name of the kernel table: the counter of all launches, which says what ran
   Threads threads_;
   const bool poison_;
   std::map<void*, Block> blocks_;

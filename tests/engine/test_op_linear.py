@@ -187,6 +187,7 @@ def test_instruction_sets_do_not_show(monkeypatch: pytest.MonkeyPatch, kind: str
         with Ops("cpu") as ops:
             store = ops.linear(x, w, scales=s, norm=g)[0]
             gated = ops.linear(x, w * 2, scales=s * 2 if s else None, norm=g, epilogue=SILU_MUL)[0]
+            assert f"isa_{isa}" in ops.counters()
         results.add(store.tobytes() + gated.tobytes())
     assert len(results) == 1
 
