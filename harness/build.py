@@ -21,6 +21,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -260,10 +261,12 @@ def _environment(changes: dict[str, str]) -> Iterator[None]:
 def _make(
     extension: Any, files: Sequence[Path], flags: dict[str, list[str]], capabilities: Sequence[str], final: Path
 ) -> None:
-    folder = final.parent / f".{final.name}.part"  # ours alone: the caller holds the lock
-    shutil.rmtree(folder, ignore_errors=True)
-    shutil.rmtree(final, ignore_errors=True)  # a folder without its library is somebody's tampering
-    folder.mkdir(parents=True)
+    # The caller holds the lock, so what lies here unfinished belongs to builds that died. The compilers of one that was
+    # killed may still be running in its folder: hence a folder of another name for each build.
+    for dead in (*final.parent.glob(f".{final.name}.*.part"), final):
+        shutil.rmtree(dead, ignore_errors=True)
+    folder = Path(tempfile.mkdtemp(dir=final.parent, prefix=f".{final.name}.", suffix=".part"))
+    folder.chmod(0o755)  # mkdtemp's 0700 would shut other users of a shared cache out
     changes = {}
     if capabilities:
         changes["TORCH_CUDA_ARCH_LIST"] = ";".join(capabilities)
@@ -341,3 +344,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         print(library)
     return PASSED
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,295 @@
+"""The build cache: what changes the key, who builds, what a dead build leaves, and one clear line for what is missing.
+
+Most of it runs on a source tree of two small files, so that a build takes a second.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from harness import build as builder
+from harness.build import BuildError, build, main
+
+ROOT = builder.ROOT
+SOURCE = '#include "value.h"\nextern "C" __attribute__((visibility("default"))) int value() { return VALUE; }\n'
+
+
+@pytest.fixture
+def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A csrc/ whose library has one function, and a cache of its own."""
+    root = tmp_path / "checkout"
+    (root / "csrc" / "cpu").mkdir(parents=True)
+    (root / "harness").mkdir()
+    (root / "csrc" / "value.cpp").write_text(SOURCE)
+    (root / "csrc" / "value.h").write_text("#define VALUE 41\n")
+    script = root / "harness" / "build.py"
+    script.write_text(Path(builder.__file__).read_text())
+    monkeypatch.setattr(builder, "ROOT", root)
+    monkeypatch.setattr(builder, "CSRC", root / "csrc")
+    monkeypatch.setattr(builder, "__file__", str(script))
+    monkeypatch.setenv("KDTREE_BUILD", str(tmp_path / "cache"))
+    return root
+
+
+def value(library: Path) -> int:
+    return int(ctypes.CDLL(str(library)).value())
+
+
+def test_built_once_and_found_again(tree: Path) -> None:
+    first = build()
+    assert value(first) == 41
+    stamp = first.stat().st_mtime_ns
+    assert build() == first
+    assert first.stat().st_mtime_ns == stamp
+    left = sorted(p.name for p in first.parent.parent.iterdir() if not p.name.startswith("."))
+    assert left == [first.parent.name], "nothing but the finished build is visible"
+    assert not list(first.parent.glob("*.o"))
+
+
+def test_every_input_is_in_the_key(tree: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A header, a source, a new file, the build script, flags, the compiler's name: another library each."""
+    seen = [build()]
+    (tree / "csrc" / "value.h").write_text("#define VALUE 42\n")
+    seen.append(build())
+    assert value(seen[-1]) == 42
+    (tree / "csrc" / "value.cpp").write_text(SOURCE.replace("VALUE;", "VALUE + 1;"))
+    seen.append(build())
+    assert value(seen[-1]) == 43
+    (tree / "csrc" / "cpu" / "more.cpp").write_text("int more() { return 1; }\n")
+    seen.append(build())
+    with open(tree / "harness" / "build.py", "a") as script:
+        script.write("# another\n")
+    seen.append(build())
+    seen.append(build(debug=True))
+    wrapper = tmp_path / "bin" / "g++-wrapper"
+    wrapper.parent.mkdir()
+    wrapper.write_text('#!/bin/sh\n[ "$1" = --version ] && { echo other 1.0; exit; }\nexec c++ "$@"\n')
+    wrapper.chmod(0o755)
+    monkeypatch.setenv("CXX", str(wrapper))
+    seen.append(build())
+    assert len(set(seen)) == len(seen)
+    monkeypatch.delenv("CXX")
+    (tree / "csrc" / "value.h").write_text("#define VALUE 41\n")
+    (tree / "csrc" / "value.cpp").write_text(SOURCE)
+    (tree / "csrc" / "cpu" / "more.cpp").unlink()
+    (tree / "harness" / "build.py").write_text(Path(ROOT / "harness" / "build.py").read_text())
+    assert build() == seen[0]
+
+
+def test_another_torch_is_another_build(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    first = build()
+    monkeypatch.setattr(torch, "__version__", "2.99.0")
+    assert build() != first
+
+
+def _build_in_child(queue: multiprocessing.Queue[str]) -> None:
+    os.setpgrp()  # so that a test can end the compilers too
+    queue.put(str(build()))
+
+
+def test_many_processes_build_once(tree: Path) -> None:
+    """Every compiler call leaves a line; there is one call for the one source however many ask."""
+    log = tree / "calls"
+    wrapper = tree / "cxx"
+    wrapper.write_text(f'#!/bin/sh\ncase "$*" in *" -c "*) echo x >> {log}; sleep 1;; esac\nexec c++ "$@"\n')
+    wrapper.chmod(0o755)
+    os.environ["CXX"] = str(wrapper)
+    try:
+        context = multiprocessing.get_context("fork")
+        queue: multiprocessing.Queue[str] = context.Queue()
+        children = [context.Process(target=_build_in_child, args=(queue,)) for _ in range(4)]
+        for child in children:
+            child.start()
+        paths = {queue.get(timeout=120) for _ in children}
+        for child in children:
+            child.join(timeout=60)
+            assert child.exitcode == 0
+    finally:
+        del os.environ["CXX"]
+    assert len(paths) == 1
+    assert log.read_text() == "x\n"
+
+
+def test_a_killed_build_is_no_obstacle(tree: Path) -> None:
+    """SIGKILL in the middle: its lock ends with it, and its half build is neither used nor in the way."""
+    wrapper = tree / "cxx"
+    stop = tree / "stop"
+    hang = f"[ -e {stop} ] || {{ touch {stop}; exec sleep 60; }}"
+    wrapper.write_text(f'#!/bin/sh\ncase "$*" in *" -c "*) {hang};; esac\nexec c++ "$@"\n')
+    wrapper.chmod(0o755)
+    os.environ["CXX"] = str(wrapper)
+    try:
+        context = multiprocessing.get_context("fork")
+        queue: multiprocessing.Queue[str] = context.Queue()
+        child = context.Process(target=_build_in_child, args=(queue,))
+        child.start()
+        cache = Path(os.environ["KDTREE_BUILD"])
+        deadline = time.monotonic() + 60
+        while not stop.exists():
+            assert time.monotonic() < deadline, "the build did not start"
+            time.sleep(0.05)
+        assert child.pid is not None
+        os.kill(child.pid, signal.SIGKILL)
+        child.join()
+        start = time.monotonic()
+        library = build()
+        assert time.monotonic() - start < 30
+        os.killpg(child.pid, signal.SIGKILL)  # the compiler of the killed build, which ran on all the while
+    finally:
+        del os.environ["CXX"]
+    assert value(library) == 41
+    assert not list(cache.glob(".*.part"))
+
+
+def test_a_stale_lock_file_and_an_empty_folder_are_no_obstacle(tree: Path) -> None:
+    library = build()
+    library.unlink()
+    lock = next(Path(os.environ["KDTREE_BUILD"]).glob(".*.lock"))
+    assert lock.exists()
+    (library.parent / "lock").write_text("")  # what torch's own builds wait for
+    assert build() == library
+    assert value(library) == 41
+
+
+def test_compile_errors_are_readable(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tree / "csrc" / "value.h").write_text("#define VALUE undefined_name\n")
+    with pytest.raises(BuildError) as caught:
+        build()
+    text = str(caught.value)
+    assert "value.cpp" in text or "value.h" in text
+    assert "undefined_name" in text
+    assert len(text.splitlines()) < 20
+    log = Path(text.rsplit(": ", 1)[1])
+    assert "undefined_name" in log.read_text()
+    assert main([]) == 3
+    assert "undefined_name" in capsys.readouterr().err
+    (tree / "csrc" / "value.h").write_text("#define VALUE 5\n")
+    assert value(build()) == 5
+
+
+def test_colliding_object_names_are_refused(tree: Path) -> None:
+    (tree / "csrc" / "cpu" / "value.cpp").write_text("int other() { return 1; }\n")
+    with pytest.raises(BuildError, match=r"two sources are called value\.cpp"):
+        build()
+
+
+def test_no_compiler(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(BuildError, match="no C\\+\\+ compiler: 'no-such-compiler' is not on PATH; install"):
+        build()
+
+
+def test_no_ninja(tree: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Only a compiler on PATH, and no ninja package."""
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    for name in ("c++", "as", "ld", "sh"):
+        found = subprocess.run(
+            ["sh", "-c", f"command -v {name}"], capture_output=True, text=True, check=True
+        ).stdout.strip()
+        (tools / name).symlink_to(found)
+    monkeypatch.setenv("PATH", str(tools))
+    monkeypatch.setitem(sys.modules, "ninja", None)
+    with pytest.raises(BuildError, match="ninja is not installed; install it with: pip install ninja"):
+        build()
+
+
+def test_no_torch(tmp_path: Path) -> None:
+    """In a process of its own, whose torch cannot be imported."""
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("raise ImportError('not here')\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "harness.build"],
+        cwd=ROOT, env={**os.environ, "PYTHONPATH": str(tmp_path)}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 3
+    assert done.stderr == "kdtree build: torch is not installed (not here); install it with: pip install torch\n"
+    old = "import types; __version__ = '2.9.1'\nversion = types.SimpleNamespace(cuda=None)\n"
+    (tmp_path / "torch" / "__init__.py").write_text(old)
+    done = subprocess.run(
+        [sys.executable, "-m", "harness.build", "--json"],
+        cwd=ROOT, env={**os.environ, "PYTHONPATH": str(tmp_path)}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 3
+    assert "torch 2.9.1 is too old" in json.loads(done.stdout)["error"]
+
+
+class Toolkit:
+    """A torch that says it has CUDA, and an nvcc that says what the test wants."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path, release: str) -> None:
+        import torch
+        from torch.utils import cpp_extension
+
+        nvcc = folder / "bin" / "nvcc"
+        nvcc.parent.mkdir(parents=True, exist_ok=True)
+        nvcc.write_text(
+            "#!/bin/sh\n"
+            'if [ "$1" = --list-gpu-arch ]; then echo compute_90; echo compute_120; exit; fi\n'
+            f"echo 'Cuda compilation tools, release {release}, V{release}.88'\n"
+        )
+        nvcc.chmod(0o755)
+        builder._version_of.cache_clear()
+        monkeypatch.setattr(torch.version, "cuda", "13.0")
+        monkeypatch.setattr(cpp_extension, "CUDA_HOME", str(folder))
+
+
+def test_cuda_that_cannot_be(tree: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import torch
+    from torch.utils import cpp_extension
+
+    monkeypatch.setattr(torch.version, "cuda", None)
+    with pytest.raises(BuildError, match="has no CUDA; install a CUDA build of it"):
+        build("cuda", ["12.0"])
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(cpp_extension, "CUDA_HOME", None)
+    with pytest.raises(BuildError, match=r"no CUDA toolkit: install nvcc 13\.x and set CUDA_HOME"):
+        build("cuda", ["12.0"])
+    Toolkit(monkeypatch, tmp_path / "old", "12.8")
+    with pytest.raises(BuildError, match=r"is 12\.8, torch is built for 13\.0; install a toolkit 13\.x"):
+        build("cuda", ["12.0"])
+    Toolkit(monkeypatch, tmp_path / "new", "13.0")
+    for arch, text in (("12", "not of the form"), ("7.0", "nvcc 13.0 knows compute_90 compute_120"), ("x", "not of")):
+        with pytest.raises(BuildError, match=text):
+            build("cuda", [arch])
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # as with CUDA_VISIBLE_DEVICES=""
+    with pytest.raises(BuildError, match=r"no GPU is visible, so say what to build for.*--arch 12\.0"):
+        build("cuda")
+
+
+def test_no_flag_lets_torch_drop_the_architectures() -> None:
+    for debug in (False, True):
+        for flags in builder._flags("cuda", debug, None).values():
+            assert not [flag for flag in flags if "arch" in flag]
+
+
+def test_wrong_words() -> None:
+    with pytest.raises(BuildError, match="device 'tpu'"):
+        build("tpu")
+    with pytest.raises(BuildError, match="sanitizer 'memory'"):
+        build(sanitize="memory")
+
+
+def test_the_real_sources_have_names_of_their_own() -> None:
+    assert len(builder.sources("cuda")) > len(builder.sources("cpu")) > 15
+
+
+def test_command(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert value(Path(answer["library"])) == 41
+    assert main([]) == 0
+    assert capsys.readouterr().out.strip() == answer["library"]
