@@ -51,7 +51,8 @@ def test_the_reference_passes(micro: Path, point: Point) -> None:
     assert (cell.verdict, cell.detail) == (Verdict.PASS, "")
     assert cell.margin < 0.5
     assert max(cell.step_errors) < 1e-5
-    assert cell.kernels == {f"reference.{point.precision}": cell.kernels[f"reference.{point.precision}"]}
+    forwards = len(cell.acceptance) or 12
+    assert cell.kernels == {f"reference.{point.precision}": 1 + forwards}  # the prefill, and nothing of other decodes
     assert sum(cell.acceptance) == (12 if point.drafter else 0)
 
 
