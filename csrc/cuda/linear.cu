@@ -52,23 +52,28 @@ __global__ __launch_bounds__(kTileThreads, 1) void linear_kernel(const __grid_co
   if (m0 > 0 && m0 >= n_rows) return;  // tile 0 always has a row, and need not wait for the count to arrive
   const float* x[TM];
 #pragma unroll
-  for (int r = 0; r < TM; ++r) x[r] = p.x + static_cast<size_t>(r == 0 || m0 + r < n_rows ? m0 + r : m0) * p.ldx;
+  for (int r = 0; r < TM; ++r) x[r] = p.x + static_cast<size_t>(min(m0 + r, p.max_rows - 1)) * p.ldx;  // rows that do not count harm nobody
+  const int m = m0 + lane;
+  const bool mine = lane < TM && m < n_rows;
+  float* o0 = p.out[c0.part] + static_cast<size_t>(m) * p.ldo[c0.part] + c0.row;
+  float* o1 = p.out[c1.part] + static_cast<size_t>(m) * p.ldo[c1.part] + c1.row;
+  float2 before = make_float2(0.f, 0.f);
+  if (p.epilogue == Epilogue::kResidual && mine) {  // in flight while the product is formed
+    before = make_float2(c0.there ? *o0 : 0.f, c1.there ? *o1 : 0.f);
+  }
   tile.run(x, p.norm_w, xs, squares);
 
-  const int m = m0 + lane;
-  if (lane >= TM || m >= n_rows) return;
+  if (!mine) return;
   float2 y = tile.of_lane();
   if (p.norm_w != nullptr) {
     const float inverse = tile.inverse(lane, p.eps, squares);
     y = make_float2(__fmul_rn(y.x, inverse), __fmul_rn(y.y, inverse));
   }
-  float* o0 = p.out[c0.part] + static_cast<size_t>(m) * p.ldo[c0.part] + c0.row;
-  float* o1 = p.out[c1.part] + static_cast<size_t>(m) * p.ldo[c1.part] + c1.row;
   if (p.epilogue == Epilogue::kSiluMul) {
     if (c0.there) *o0 = __fmul_rn(silu(y.x), y.y);
   } else if (p.epilogue == Epilogue::kResidual) {
-    if (c0.there) *o0 = __fadd_rn(*o0, y.x);
-    if (c1.there) *o1 = __fadd_rn(*o1, y.y);
+    if (c0.there) *o0 = __fadd_rn(before.x, y.x);
+    if (c1.there) *o1 = __fadd_rn(before.y, y.y);
   } else {
     if (c0.there) *o0 = y.x;
     if (c1.there) *o1 = y.y;

@@ -211,13 +211,13 @@ Kernel by_columns(int columns) {
   return columns <= 1 ? attention_kernel<HEADS, 1, 4> : columns <= 2 ? attention_kernel<HEADS, 2, 4> : attention_kernel<HEADS, 4, 4>;
 }
 
-int segments_of(int max_keys) { return (max_keys + kSegment - 1) / kSegment; }
+int segments_of(int max_keys) { return max_keys <= 0 ? 0 : (max_keys - 1) / kSegment + 1; }
 
 }  // namespace
 
 size_t CudaBackend::attention_scratch(const MlaDims& dims, int max_rows, int max_keys) const {
   const int segments = segments_of(max_keys);
-  return segments <= 1 ? 0 : sizeof(float) * static_cast<size_t>(max_rows) * dims.heads * segments * (dims.rank + 2);
+  return segments <= 1 ? 0 : sizeof(float) * static_cast<size_t>(max_rows) * dims.heads * segments * (static_cast<size_t>(dims.rank) + 2);
 }
 
 void CudaBackend::mla_attention(const MlaAttentionArgs& a) {

@@ -87,8 +87,8 @@ __global__ __launch_bounds__(kThreads, 1) void prepare_kernel(const __grid_const
   const int n_rows = active_rows(&p.state->n_rows, p.max_rows);
   if (m0 > 0 && m0 >= n_rows) return;
   for (int i = threadIdx.x; i < TM * n; i += kThreads) {
-    const int m = m0 + i / n;
-    nope[i] = p.q[(static_cast<size_t>(i < n || m < n_rows ? m : m0) * p.dims.heads + head) * q_dim + i % n];
+    const int m = min(m0 + i / n, p.max_rows - 1);  // rows that do not count harm nobody
+    nope[i] = p.q[(static_cast<size_t>(m) * p.dims.heads + head) * q_dim + i % n];
   }
   __syncthreads();
   float acc[TM] = {};

@@ -25,7 +25,7 @@ __global__ __launch_bounds__(kTileThreads, 1) void value_kernel(MlaDims dims, co
   if (m0 > 0 && m0 >= n_rows) return;
   const float* x[TM];
 #pragma unroll
-  for (int r = 0; r < TM; ++r) x[r] = o_lat + (static_cast<size_t>(r == 0 || m0 + r < n_rows ? m0 + r : m0) * dims.heads + head) * dims.rank;
+  for (int r = 0; r < TM; ++r) x[r] = o_lat + (static_cast<size_t>(min(m0 + r, max_rows - 1)) * dims.heads + head) * dims.rank;
   tile.run(x, nullptr, xs, nullptr);
   if (lane >= TM || m0 + lane >= n_rows) return;
   const float2 y = tile.of_lane();

@@ -107,7 +107,7 @@ __global__ __launch_bounds__(kTileThreads, 1) void gate_up_kernel(const __grid_c
     const int n_rows = active_rows(p.n_rows, p.max_rows);
     if (m0 > 0 && m0 >= n_rows) return;
 #pragma unroll
-    for (int r = 0; r < TM; ++r) x[r] = p.x + static_cast<size_t>(r == 0 || m0 + r < n_rows ? m0 + r : m0) * p.dim;
+    for (int r = 0; r < TM; ++r) x[r] = p.x + static_cast<size_t>(min(m0 + r, p.max_rows - 1)) * p.dim;
     tile.run(x, p.norm_w, xs, squares);
     const int m = m0 + lane;
     if (lane < TM && m < n_rows && i < p.shared_gate.n) p.shared_act[static_cast<size_t>(m) * p.shared_gate.n + i] = activation(tile, p.eps, squares);

@@ -26,7 +26,8 @@ from harness.golden import Golden
 from harness.protocol import DecodeRequest, Draft
 
 RUNS = 15
-TOKENS = 400
+TOKENS = (24, 400)
+"""The bundle's own length, and one at which attention has keys to walk."""
 
 
 def requests(golden: Golden, tokens: int) -> dict[str, DecodeRequest]:
@@ -60,7 +61,7 @@ def profile(session: CsrcSession, request: DecodeRequest) -> dict[str, list[floa
     count: Counter[str] = Counter()
     for event in trace.events():
         if event.device_type == torch.autograd.DeviceType.CUDA:
-            name = event.name.split("::")[-1].split("(")[0]
+            name = event.name.replace("(anonymous namespace)::", "").split("(")[0].split("::")[-1]
             total[name] += event.time_range.elapsed_us()
             count[name] += 1
     return {name: [round(count[name] / forwards, 2), round(t / count[name], 2)] for name, t in total.most_common()}
@@ -74,18 +75,19 @@ def main() -> int:
     options = parser.parse_args()
     path = ensure(["tiny"])["tiny"]
     seen = gpu.survey()
-    figures: dict[str, Any] = {"gpu": seen.gpus[0].name, "driver": seen.driver, "config": "tiny", "tokens": TOKENS}
+    figures: dict[str, Any] = {"gpu": seen.gpus[0].name, "driver": seen.driver, "config": "tiny"}
     for precision in ("fp32", "int4"):
+        golden = Golden.open(path, precision)
         with create("cuda").load(path, precision) as session:
-            for decoder, request in requests(Golden.open(path, precision), TOKENS).items():
-                found: dict[str, Any] = measure(session, request)
-                session.reset_counters()
-                forwards = session.decode(request).forwards
-                found["launches"] = round(sum(session.counters().values()) / forwards, 1)
-                figures[f"{precision}-{decoder}"] = found
-                print(
-                    f"{precision}-{decoder}: {found['ms']:.4f} ms a forward, {found['launches']} launches", flush=True
-                )
+            for tokens in TOKENS:
+                for decoder, request in requests(golden, tokens).items():
+                    found: dict[str, Any] = measure(session, request)
+                    session.reset_counters()
+                    forwards = session.decode(request).forwards
+                    found["launches"] = round(sum(session.counters().values()) / forwards, 1)
+                    name = f"{precision}-{decoder}-{tokens}"
+                    figures[name] = found
+                    print(f"{name}: {found['ms']:.4f} ms a forward, {found['launches']} launches", flush=True)
     if options.profile:
         with create("cuda").load(path, "fp32") as session:
             for decoder, request in requests(Golden.open(path, "fp32"), 60).items():
