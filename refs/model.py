@@ -16,16 +16,14 @@ import numpy as np
 import numpy.typing as npt
 
 from refs import kdtr
+from refs.attention import CHUNK, Index, attend
 from refs.config import PRECISIONS, ModelConfig
-from refs.elementary import F, exp
+from refs.elementary import F
 from refs.errors import ContextOverflow, NonFiniteError, RequestError, TokenError
-from refs.exact import BLOCK, SUMMATIONS, contract, matmul, matmul_chosen, silu, sum_last
+from refs.exact import SUMMATIONS, contract, matmul, matmul_chosen, silu, sum_last
 from refs.rope import cos_sin, rotate, softmax_scale
 from refs.router import route
 from refs.weights import Weights
-
-CHUNK = 64
-Index = npt.NDArray[np.int64]
 
 
 class Model:
@@ -247,37 +245,7 @@ class Model:
         return self._linear(o.reshape(m, -1), at + "attn.o")
 
     def _attend(self, q: F, q_rope: F, k: F, v: F, layer: int, keys: Index) -> F:
-        """[M, H, width of v]: softmax over the keys. k and v are [slots, width], or [slots, H, width] per head."""
-        m, heads, width = q.shape
-        out = np.empty((m, heads, v.shape[-1]), self.dtype)
-        block = max(1, BLOCK // (heads * max(width, v.shape[-1]) * min(keys.shape[1], CHUNK)))
-        for r in range(0, m, block):
-            there = (keys[r : r + block] >= 0).T[:, :, None]
-            seen = np.maximum(keys[r : r + block], 0).T  # [T, m]; slot 0 stands in for an absent key, with weight 0
-            parts = []
-            for t in range(0, seen.shape[0], CHUNK):
-                slots = seen[t : t + CHUNK]
-                score = self._dot(q[r : r + block], k[slots]) + self._dot(
-                    q_rope[r : r + block], self._k_rope[layer][slots]
-                )
-                parts.append(score * self.dtype.type(self._scale))
-            scores = np.where(there, np.concatenate(parts), self.dtype.type(-np.inf))  # [T, m, H]
-            p = exp(scores - scores.max(axis=0))
-            total = np.zeros(p.shape[1:], self.dtype)
-            acc = np.zeros((*p.shape[1:], v.shape[-1]), self.dtype)
-            for t in range(0, seen.shape[0], CHUNK):
-                part = p[t : t + CHUNK]
-                values = v[seen[t : t + CHUNK]]
-                values = values if values.ndim == 4 else values[:, :, None]
-                acc = acc + self._sum(part[..., None] * values)
-                total = total + self._sum(part.copy())
-            out[r : r + block] = acc / total[..., None]
-        return out
-
-    def _dot(self, q: F, k: F) -> F:
-        """q [m, H, W] with the keys of each row, [t, m, W] or [t, m, H, W] -> [t, m, H]."""
-        k = k if k.ndim == 4 else k[:, :, None]
-        return self._sum(np.ascontiguousarray(np.moveaxis(q, 2, 0))[:, None] * np.moveaxis(k, 3, 0))
+        return attend(q, q_rope, k, v, self._k_rope[layer], keys, self._scale, self._sum)
 
     def _experts(self, b: F, layer: int) -> F:
         c, at, m = self.config, f"layers.{layer}.", b.shape[0]

@@ -10,8 +10,7 @@ import pytest
 
 from harness import bundles
 from harness.golden import Golden
-from refs import elementary, exact
-from refs import model as model_module
+from refs import attention, elementary, exact
 from refs.config import PRECISIONS
 from refs.golden import MULTIPLE
 from refs.kdtr import Kdtr
@@ -73,7 +72,7 @@ def test_other_orders_and_another_exp_stay_within_half_the_tolerance(
     for name, order in ORDERS.items():
         monkeypatch.setitem(exact.SUMMATIONS, name, order)
         worst[name] = max(errors(made, made.file.fields, made.file.tensors, summation=name).values())
-    for module in (model_module, exact):
+    for module in (attention, exact):
         monkeypatch.setattr(module, "exp", lambda x: np.exp(x))
     monkeypatch.setattr(elementary, "exp", np.exp)
     worst["numpy's exp"] = max(errors(made, made.file.fields, made.file.tensors, summation="serial").values())
