@@ -79,6 +79,20 @@ def new_run_id() -> str:
     return f"{datetime.now(timezone.utc):%Y%m%dT%H%M%SZ}-{secrets.token_hex(3)}"
 
 
+def _largest_logit_differences(cells: Sequence[Cell]) -> list[str]:
+    """Per precision, the greatest difference from the float64 golden and what was allowed there."""
+    found: dict[str, tuple[Check, str]] = {}
+    for cell in cells:
+        precision = cell.id.partition("-")[0]
+        for check in cell.checks:
+            if check.name == "logits.max_abs" and (precision not in found or check.value > found[precision][0].value):
+                found[precision] = (check, cell.id)
+    return [
+        f"largest logit difference, {precision}: {check.value:.2e} of {check.allowed:.2e} allowed ({id})"
+        for precision, (check, id) in sorted(found.items())
+    ]
+
+
 def summary(ledger: Ledger) -> list[str]:
     """The lines that end a run."""
     lines = [f"problem: {problem}" for problem in ledger.problems]
@@ -95,7 +109,7 @@ def summary(ledger: Ledger) -> list[str]:
                 f"closest to its bound: {worst.id}, {check.name} {check.value:.3g} of {check.allowed:.3g} allowed "
                 f"({100 * check.margin:.0f} %)"
             )
-    return lines
+    return lines + _largest_logit_differences(passing)
 
 
 def complete(ledger: Ledger, cells: Iterable[Cell]) -> Ledger:

@@ -268,5 +268,9 @@ def test_the_summary_counts_and_names_the_closest_cell() -> None:
     near = Check("logits.max_abs", 9e-7, 1e-6, Verdict.FAIL_LOGITS)
     lines = ledgers.summary(ledger(cell(A, FINE), cell(B, near), expected=(A, B), filter="ar"))
     assert lines[0] == "2 of 2 expected cells passed (filter: ar)"
+    assert lines[2:] == [
+        f"largest logit difference, fp32: 1.00e-07 of 1.00e-06 allowed ({A})",
+        f"largest logit difference, int4: 9.00e-07 of 1.00e-06 allowed ({B})",
+    ]
     assert lines[1] == f"closest to its bound: {B}, logits.max_abs 9e-07 of 1e-06 allowed (90 %)"
     assert "1 FAIL_LOGITS, 1 NOT_RUN" in ledgers.summary(ledger(cell(A, OFF), cell(B, verdict=Verdict.NOT_RUN)))[0]
