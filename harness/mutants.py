@@ -84,7 +84,7 @@ def one(fault: Fault, workshop: Workshop, paths: dict[str, Path]) -> Result:
     scratch = HOME / "planted" / fault.name
     shutil.rmtree(scratch, ignore_errors=True)
     try:
-        library, _ = workshop.library(plant(fault, scratch / "csrc"), scratch)
+        library, _ = workshop.library(plant(fault, scratch / "csrc"), scratch, anew=fault.is_control)
         names = mutants_run.order(fault, expected([fault.device]))
         outcome = mutants_run.run(fault, library, names, paths)
     except CompileError as error:

@@ -1,7 +1,8 @@
 """Builds edited copies of ``csrc/`` the way `harness.build` builds the real one, compiling only what an edit changed.
 
-The commands are those of the real build's own ninja file. Objects are kept by the hash of command, compiler and every
-project file that the source includes, so an unchanged source is compiled once for all faults.
+The commands are those of the real build's own ninja file, and a source that an edit leaves alone, with everything it
+includes, is linked from the real build's objects. Other objects are kept by the hash of command, compiler and all those
+files.
 """
 
 from __future__ import annotations
@@ -48,17 +49,22 @@ class Workshop:
         """Raises `harness.build.BuildError` if the unedited engine cannot be built."""
         real = build(device)
         self._variables, self._rules, self._units = _parse((real.parent / "build.ninja").read_text("utf-8"))
+        self._real = {unit: real.parent / unit.object for unit in self._units}
+        self._unedited = {unit: self._key(unit, CSRC) for unit in self._units}
         self._objects = home / "objects"
         self._objects.mkdir(parents=True, exist_ok=True)
         self._locks: dict[str, threading.Lock] = {}
         self._guard = threading.Lock()
 
-    def library(self, csrc: Path, target: Path) -> tuple[Path, int]:
-        """The library of the sources in ``csrc``, and how many of them had to be compiled. Raises CompileError."""
+    def library(self, csrc: Path, target: Path, *, anew: bool = False) -> tuple[Path, int]:
+        """The library of the sources in ``csrc``, and how many of them had to be compiled.
+
+        ``anew``: nothing comes from the real build. Raises CompileError.
+        """
         target.mkdir(parents=True, exist_ok=True)
         objects, compiled = [], 0
         for unit in self._units:
-            made, fresh = self._object(unit, csrc)
+            made, fresh = self._object(unit, csrc, anew)
             objects.append(str(made))
             compiled += fresh
         library = target / LIBRARY
@@ -72,12 +78,17 @@ class Workshop:
             if path.stat().st_mtime < oldest:
                 path.unlink(missing_ok=True)
 
-    def _object(self, unit: Unit, csrc: Path) -> tuple[Path, bool]:
+    def _key(self, unit: Unit, csrc: Path) -> str:
         template = self._command(unit.rule, "IN", Path("OUT"))
         digest = hashlib.sha256(f"{template}\0{_compiler(shlex.split(template)[0])}\0".encode())
         for name in sorted(_closure(csrc, unit.source)):
             digest.update(f"{name}\0{hashlib.sha256((csrc / name).read_bytes()).hexdigest()}\0".encode())
-        key = digest.hexdigest()[:32]
+        return digest.hexdigest()[:32]
+
+    def _object(self, unit: Unit, csrc: Path, anew: bool) -> tuple[Path, bool]:
+        key = self._key(unit, csrc)
+        if not anew and key == self._unedited[unit] and self._real[unit].exists():
+            return self._real[unit], False
         path = self._objects / f"{key}.o"
         with self._guard:
             lock = self._locks.setdefault(key, threading.Lock())
