@@ -94,6 +94,11 @@ def test_times_on_other_hardware_are_not_compared(changed: dict[str, str]) -> No
     assert "same CPU and GPUs" in comparison.untimed
 
 
+def test_machines_that_do_not_say_what_they_are_are_not_compared() -> None:
+    nameless = replace(runs.run(), environments={runs.HOST: {"os": "Linux"}})
+    assert compare(nameless, nameless).paces == ()
+
+
 def test_cells_that_left_or_joined_the_matrix() -> None:
     small = {"tiny": runs.DRAFTERS, "ties": ("oracle",)}
     large = {**small, "tiny2": ("oracle",)}

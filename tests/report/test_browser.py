@@ -147,7 +147,7 @@ def test_every_cell_is_there_and_the_map_leads_to_it(browser: Any, pages: dict[s
     link = shown.page.locator('.map a[href="#cell-int4-ddtree-config_18-oracle-cpu"]')
     link.focus()
     shown.page.keyboard.press("Enter")
-    target.wait_for(state="visible", timeout=2000)
+    target.wait_for(state="visible")
     assert target.locator("code.line").text_content() == "nox -s test -- -k int4-ddtree-config_18-oracle-cpu"
     shown.page.context.close()
 

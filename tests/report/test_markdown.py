@@ -7,7 +7,7 @@ from html.parser import HTMLParser
 
 import pytest
 import runs
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from harness.against import compare
@@ -63,6 +63,7 @@ def test_markup_in_a_ledger_stays_text() -> None:
 
 
 @settings(max_examples=40, deadline=None)  # a deadline would fail on a busy machine
+@example("a | b ` c & <d> \\ [e](f) *g* #h @i $j$ ~k~ !l")
 @given(st.text(min_size=1, max_size=60))
 def test_no_text_breaks_the_table(text: str) -> None:
     ledger = runs.run({"tiny": ("oracle",)})
