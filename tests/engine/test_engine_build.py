@@ -53,7 +53,6 @@ def test_built_once_and_found_again(tree: Path) -> None:
     assert first.stat().st_mtime_ns == stamp
     left = sorted(p.name for p in first.parent.parent.iterdir() if not p.name.startswith("."))
     assert left == [first.parent.name], "nothing but the finished build is visible"
-    assert not list(first.parent.glob("*.o"))
 
 
 def test_every_input_is_in_the_key(tree: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
