@@ -33,6 +33,8 @@ PROCESSES = 2
 QUICK = ("tiny", "tiny2", "odd", "ties", "sampled")
 SECONDS = 600
 """One variant, or one installation, may take."""
+CANDIDATES = 12
+"""Versions of numpy that are asked for, one after the other, until one has a wheel for a Python."""
 
 
 @dataclass(frozen=True)
@@ -207,10 +209,16 @@ def environment_with(python: str, folder: Path, which: str) -> str:
     released = [v for v in re.split(r",\s*", versions[1].strip()) if re.fullmatch(r"[0-9.]+", v)] if versions else []
     admitted = [v for v in released if numbers(v) >= low]
     if not admitted:
-        raise NotTried("pip lists no wheel of an admitted numpy for this Python")
-    chosen = (min if which == "oldest" else max)(admitted, key=numbers)
-    _pip("--python", inside, "install", "--quiet", "--only-binary", ":all:", f"numpy=={chosen}", "pyyaml")
-    return inside
+        raise NotTried("pip lists no admitted numpy for this Python")
+    failed = NotTried("nothing was installed")
+    for candidate in sorted(admitted, key=numbers, reverse=which == "newest")[:CANDIDATES]:
+        try:  # pip lists versions that have no wheel for this Python, too
+            _pip("--python", inside, "install", "--quiet", "--only-binary", ":all:", f"numpy=={candidate}", "pyyaml")
+        except NotTried as reason:
+            failed = reason
+        else:
+            return inside
+    raise failed
 
 
 def installed_outcomes(path: str, version: str, which: str, configs: Sequence[str], folder: Path) -> list[Outcome]:

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from small_models import model
 
-from refs import draw, generate, recipe
-from refs.config import PRECISIONS
+from harness import bundles
+from harness.golden import Golden
+from refs import recipe
 from refs.decode import Decoded, Request, decode, rounds
 from refs.drafters import DRAFTERS
 from refs.errors import ContextOverflow, DrafterError, RequestError, TokenError
@@ -29,22 +30,22 @@ def same(a: Decoded, b: Decoded) -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
-@pytest.mark.parametrize(("block", "budget"), [(8, 7), (4, 30), (6, 1), (1, 5), (5, 0), (16, 64)])
+@pytest.mark.parametrize(("block", "budget"), [(8, 7), (4, 20), (6, 1), (1, 5), (5, 0), (16, 40)])
 def test_ddtree_is_ar_whatever_the_drafter(block: int, budget: int, temperature: float) -> None:
     m = model()
-    ar = decode(m, Request(PROMPT, 20, temperature=temperature, seed=7))
-    assert ar.forwards == len(ar.tokens) == 20
-    assert [r.accepted for r in ar.rounds] == [(0,)] * 20
+    ar = decode(m, Request(PROMPT, 12, temperature=temperature, seed=7))
+    assert ar.forwards == len(ar.tokens) == 12
+    assert [r.accepted for r in ar.rounds] == [(0,)] * 12
     for name in DRAFTERS:
         table = drafted(ar.tokens, name)
-        request = Request(PROMPT, 20, table, 7, block, budget, temperature, 7)
+        request = Request(PROMPT, 12, table, 7, block, budget, temperature, 7)
         got = decode(m, request)
         same(got, ar)
         assert all(r.tree.size <= budget + 1 and max(r.tree.depths) < block for r in got.rounds)
         if name == "hostile":
-            assert got.forwards == 20
+            assert got.forwards == 12
         if name == "oracle":
-            assert got.forwards == -(-20 // min(block, budget + 1))
+            assert got.forwards == -(-12 // min(block, budget + 1))
 
 
 def test_sampling_is_not_greedy_and_depends_on_the_seed() -> None:
@@ -115,28 +116,33 @@ def test_bad_requests_are_named(request_: Request, error: type[Exception], match
     assert len(decode(m, Request(PROMPT, 3)).tokens) == 3
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["eos_mid", "eos_first", "ties", "past_end", "block1", "budget0", "budget1", "budget_vocab", "sampled", "prompt1"],
-)
-def test_bundles_hold_the_rounds_that_the_model_takes(name: str) -> None:
+REPLAYED = {
+    "budget0": "fp32",
+    "budget1": "int4",
+    "budget_vocab": "fp32",
+    "eos_first": "int4",
+    "eos_mid": "fp32",
+    "past_end": "int4",
+    "prompt1": "fp32",
+    "sampled": "int4",
+    "ties": "fp32",
+}
+
+
+@pytest.mark.parametrize(("name", "precision"), REPLAYED.items())
+def test_bundles_hold_the_rounds_that_the_model_takes(name: str, precision: str) -> None:
     """Generation derives rounds from AR's tokens; here the model verifies every tree for itself."""
-    made = recipe.load(name)
-    result = generate.generate(made)
-    fields = made.model.fields() | {"eos_id": result.eos}
-    run = made.run
-    for precision in PRECISIONS:
-        golden = result.goldens[precision]
-        m = Model(fields, draw.weights(made, result.attempt), precision)
-        ar = decode(m, Request(golden.prompt, run.max_tokens, temperature=run.temperature, seed=run.seed))
-        assert ar.tokens == golden.tokens
-        assert ar.logits.tobytes() == golden.logits.tobytes()
-        for drafter, expected in golden.rounds.items():
-            first = len(golden.prompt) + 1
-            table = golden.drafts[drafter]
-            request = Request(
-                golden.prompt, run.max_tokens, table, first, run.block_size, run.budget, run.temperature, run.seed
-            )
-            got = decode(m, request)
-            same(got, ar)
-            assert tuple((r.tree, r.accepted) for r in got.rounds) == expected
+    path = bundles.ensure([name])[name]
+    golden, run = Golden.open(path, precision), recipe.load(name).run
+    m = Model.open(path, precision)
+    ar = decode(m, Request(golden.prompt, run.max_tokens, temperature=run.temperature, seed=run.seed))
+    assert ar.tokens == golden.tokens
+    assert ar.logits.tobytes() == golden.logits.tobytes()
+    first = len(golden.prompt) + 1
+    for drafter in run.drafters:
+        table = golden.file.tensor(f"draft.{precision}.{drafter}")
+        limits = (run.block_size, run.budget, run.temperature, run.seed)
+        got = decode(m, Request(golden.prompt, run.max_tokens, table, first, *limits))
+        same(got, ar)
+        taken = [(r.tree.tokens, r.tree.parents, r.accepted) for r in got.rounds]
+        assert taken == [(r.tokens, r.parents, r.accepted) for r in golden.rounds(drafter)]

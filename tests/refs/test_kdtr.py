@@ -280,7 +280,7 @@ def test_valid_contents_survive_the_round_trip(fields: dict[str, int | float], t
     assert kdtr.encode(got.fields, got.tensors) == data
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=250, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 578), st.integers(0, 255)), min_size=1, max_size=8), st.booleans())
 def test_mutations_parse_or_raise_the_named_error(changes: list[tuple[int, int]], seal: bool) -> None:
     data = bytearray(documented_bytes())

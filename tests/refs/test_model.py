@@ -149,9 +149,8 @@ def random_tree(rng: np.random.Generator, rows: int, vocab: int) -> tuple[list[i
     return rng.integers(0, vocab, rows).tolist(), parents
 
 
-@pytest.mark.parametrize("dtype", [np.float64, np.float32])
-@pytest.mark.parametrize("summation", ["tree", "strided"])
-@pytest.mark.parametrize("start", [1, 10, 63, 64, 100])
+@pytest.mark.parametrize(("dtype", "summation"), [(np.float64, "tree"), (np.float32, "strided")])
+@pytest.mark.parametrize("start", [1, 10, 63, 100])
 def test_a_rows_bits_do_not_depend_on_how_it_was_computed(dtype: Any, summation: str, start: int) -> None:
     """Alone, in a prefill, in pieces, in trees of any shape: the same bytes, and the same cache after a commit."""
     rng = np.random.default_rng(start)

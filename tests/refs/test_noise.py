@@ -16,7 +16,7 @@ from refs.golden import MULTIPLE
 from refs.kdtr import Kdtr
 from refs.model import Model
 
-CONFIGS = ("tiny", "tiny2", "odd", "groups", "outliers", "yarn", "ties")
+CONFIGS = ("tiny", "tiny2", "odd", "groups", "outliers")
 
 
 def serial(p: Any) -> Any:
@@ -39,9 +39,7 @@ ORDERS: dict[str, Callable[[Any], Any]] = {
     "serial": serial,
     "backwards": lambda p: serial(p[::-1].copy()),
     "8 lanes": lanes(8),
-    "32 lanes": lanes(32),
     "shuffled": lambda p: serial(p[np.random.default_rng(len(p)).permutation(len(p))]),
-    "numpy": lambda p: p.sum(axis=0),
 }
 
 

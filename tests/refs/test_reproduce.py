@@ -1,0 +1,78 @@
+"""The proof of equal bytes can fail: it sees a difference, and does not count what it could not try."""
+
+from __future__ import annotations
+
+import json
+import platform
+import sys
+from typing import Any
+
+import pytest
+
+from harness import bundle_lock, reproduce
+from harness.reproduce import NotTried, Outcome, Variant
+
+CONFIGS = ["block1"]
+
+
+def test_a_variant_that_makes_the_pinned_bytes_is_the_same() -> None:
+    got = reproduce.attempt(Variant("with a hash seed", sys.executable, (("PYTHONHASHSEED", "7"),)), CONFIGS)
+    assert (got.result, got.python, got.detail) == ("same", platform.python_version(), "")
+
+
+def test_a_difference_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    pins = bundle_lock.read_lock()
+    pins["block1"] = {**pins["block1"], "sha256": "0", "tensors": {**pins["block1"]["tensors"], "lm_head.w": "0"}}
+    monkeypatch.setattr(reproduce, "read_lock", lambda: pins)
+    got = reproduce.attempt(Variant("as it is", sys.executable), CONFIGS)
+    assert got.result == "differs"
+    assert "bundle block1: tensor lm_head.w is the first that differs" in got.detail
+    monkeypatch.setattr(reproduce, "read_lock", dict)
+    assert reproduce.attempt(Variant("as it is", sys.executable), CONFIGS).detail == "bundle block1: not in the lock"
+
+
+def test_vector_dispatch_is_seen_to_be_off() -> None:
+    got = reproduce.attempt(Variant("off", sys.executable, disable_simd=True), CONFIGS)
+    if reproduce.describe_interpreter()["simd"]:
+        assert (got.result, got.simd) == ("same", "none")
+    else:
+        assert (got.result, got.detail) == ("not tried", "numpy dispatches to no vector extension here")
+
+
+@pytest.mark.parametrize("python", ["/bin/false", "/nonexistent/python"])
+def test_an_interpreter_that_does_not_run_is_not_tried(python: str) -> None:
+    got = reproduce.attempt(Variant("broken", python), CONFIGS)
+    assert got.result == "not tried"
+    assert got.detail
+
+
+def test_an_environment_that_cannot_be_made_is_not_tried(tmp_path: Any) -> None:
+    got = reproduce.installed_outcomes("/bin/false", "3.99.0", "oldest", CONFIGS, tmp_path)
+    assert [(o.variant, o.result) for o in got] == [("Python 3.99.0, oldest numpy", "not tried")]
+
+
+def test_bounds_come_from_pyproject() -> None:
+    assert reproduce.requirement('requires-python = "') == (3, 10)
+    assert reproduce.requirement('"numpy') == (1, 26)
+    with pytest.raises(NotTried, match="no lower bound"):
+        reproduce.requirement("nonsense")
+    assert platform.python_version() in reproduce.pythons()
+    assert all(reproduce.numbers(v) >= (3, 10) for v in reproduce.pythons())
+
+
+@pytest.mark.parametrize(
+    ("results", "status"),
+    [(["same", "same"], 0), (["same", "not tried"], 0), (["same", "differs"], 1), (["not tried"], 3)],
+)
+def test_exit_statuses(
+    results: list[str], status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    outcomes = [Outcome(f"v{i}", r, detail="why" if r != "same" else "") for i, r in enumerate(results)]
+    monkeypatch.setattr(reproduce, "run", lambda *_, **__: outcomes)
+    assert reproduce.main(CONFIGS) == status
+    text = capsys.readouterr().out
+    tried = len(results) - results.count("not tried")
+    assert f"{results.count('same')} of {tried} variants made the pinned bytes of 1 bundles" in text
+    assert all(f"v{i}: {r}: why" in text for i, r in enumerate(results) if r != "same")
+    assert reproduce.main(["--json", *CONFIGS]) == status
+    assert [o["result"] for o in json.loads(capsys.readouterr().out)["outcomes"]] == results
