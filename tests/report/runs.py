@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from harness.cells import BadRound, Cell, Check, Divergence, Ledger, Tree, Verdict
 from harness.ledger import complete
@@ -75,6 +76,11 @@ def run(
         per_host=len(hosts) > 1,
     )
     return complete(blank, [passing(point, host, steps) for host in hosts for point in points])
+
+
+def light(*arguments: Any, **options: Any) -> Ledger:
+    """A run whose cells decoded little, for tests that write and read many."""
+    return run(*arguments, steps=3, **options)
 
 
 def change(ledger: Ledger, id: str, cell: Cell | None) -> Ledger:

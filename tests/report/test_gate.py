@@ -13,7 +13,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
-from typing import Any
 
 import pytest
 import runs
@@ -32,7 +31,7 @@ Judge = Callable[..., Result]
 
 @pytest.fixture
 def green(checkout: Path) -> Ledger:
-    return light(sources=describe(checkout))
+    return runs.light(sources=describe(checkout))
 
 
 @pytest.fixture
@@ -50,11 +49,6 @@ def judge(checkout: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         return status, [(finding["kind"], finding["message"]) for finding in said["findings"]]
 
     return one
-
-
-def light(*arguments: Any, **options: Any) -> Ledger:
-    """A run whose cells decode little, since every test here writes and reads it."""
-    return runs.run(*arguments, steps=3, **options)
 
 
 def resealed(ledger: Ledger, edit: Callable[[dict[str, object]], object]) -> bytes:
@@ -127,7 +121,7 @@ def test_a_duplicated_cell(green: Ledger, judge: Judge) -> None:
 
 def test_a_cell_that_the_matrix_does_not_have(green: Ledger, judge: Judge) -> None:
     table = {**runs.TABLE, "extra": ("oracle",)}
-    status, findings = judge(light(table, sources=green.sources))
+    status, findings = judge(runs.light(table, sources=green.sources))
     assert status == INFRASTRUCTURE
     assert {kind for kind, _ in findings} == {"unexpected"}
     assert len(findings) == 4
@@ -206,7 +200,7 @@ def test_files_changed_since_the_run(checkout: Path, green: Ledger, judge: Judge
 
 def test_content_changed_while_the_list_of_files_did_not(checkout: Path, judge: Judge) -> None:
     (checkout / "csrc" / "model.cpp").write_text("first\n")
-    ledger = light(sources=describe(checkout))
+    ledger = runs.light(sources=describe(checkout))
     assert judge(ledger) == (PASSED, [])
     (checkout / "csrc" / "model.cpp").write_text("second\n")
     only(judge(ledger), INFRASTRUCTURE, "sources", "another engine")
@@ -219,7 +213,7 @@ def test_another_engine_is_not_what_the_gate_is_about(green: Ledger, judge: Judg
 
 def test_a_required_device(green: Ledger, judge: Judge) -> None:
     only(judge(green, "--require-device", "cuda"), INFRASTRUCTURE, "device", "cuda is required, and no cell ran on it")
-    both = light(devices=("cpu", "cuda"), sources=green.sources)
+    both = runs.light(devices=("cpu", "cuda"), sources=green.sources)
     assert judge(both, "--require-device", "cuda", "--require-device", "cpu") == (PASSED, [])
     part = tuple(id for id in both.expected if id != "fp32-ar-tiny-cuda")
     part_run = replace(both, expected=part, cells=tuple(cell for cell in both.cells if cell.id in part))
@@ -227,7 +221,7 @@ def test_a_required_device(green: Ledger, judge: Judge) -> None:
 
 
 def test_every_number_of_ranks_has_to_be_whole(green: Ledger, judge: Judge) -> None:
-    both = light(devices=("cuda",), ranks=(1, 2), sources=green.sources)
+    both = runs.light(devices=("cuda",), ranks=(1, 2), sources=green.sources)
     assert judge(both) == (PASSED, [])
     part = tuple(id for id in both.expected if id != "fp32-ar-tiny-cuda-x2")
     part_run = replace(both, expected=part, cells=tuple(cell for cell in both.cells if cell.id in part))
@@ -235,7 +229,7 @@ def test_every_number_of_ranks_has_to_be_whole(green: Ledger, judge: Judge) -> N
 
 
 def test_every_host_has_to_be_green(green: Ledger, judge: Judge) -> None:
-    both = light(sources=green.sources, hosts=("a", "b"))
+    both = runs.light(sources=green.sources, hosts=("a", "b"))
     assert judge(both) == (PASSED, [])
     bad = runs.failing(next(c for c in both.cells if c.host == "b"), Verdict.FAIL_TREE, "tree", 1, 0, "x")
     only(judge(runs.change(both, bad.id, bad)), FAILED, "failed", f"{bad.id} on b: FAIL_TREE")
@@ -243,7 +237,7 @@ def test_every_host_has_to_be_green(green: Ledger, judge: Judge) -> None:
 
 def test_a_waived_failure(checkout: Path, judge: Judge) -> None:
     waive(checkout, ID, "FAIL_LOGITS")
-    green = light(sources=describe(checkout))
+    green = runs.light(sources=describe(checkout))
     assert judge(failed(green)) == (PASSED, [])
     other = runs.change(failed(green), "fp32-ar-tiny-cpu", None)
     only(judge(other), INCOMPLETE, "not-run", "fp32-ar-tiny-cpu")
@@ -251,32 +245,32 @@ def test_a_waived_failure(checkout: Path, judge: Judge) -> None:
 
 def test_a_waiver_of_another_verdict_excuses_nothing(checkout: Path, judge: Judge) -> None:
     waive(checkout, ID, "FAIL_TREE")
-    status, findings = judge(failed(light(sources=describe(checkout))))
+    status, findings = judge(failed(runs.light(sources=describe(checkout))))
     assert (status, [kind for kind, _ in findings]) == (FAILED, ["failed", "waiver-unneeded"])
 
 
 def test_a_waiver_on_its_last_day_and_after_it(checkout: Path, judge: Judge) -> None:
     waive(checkout, ID, "FAIL_LOGITS", days=0)
-    assert judge(failed(light(sources=describe(checkout)))) == (PASSED, [])
+    assert judge(failed(runs.light(sources=describe(checkout)))) == (PASSED, [])
     waive(checkout, ID, "FAIL_LOGITS", days=-1)
-    result = judge(failed(light(sources=describe(checkout))))
+    result = judge(failed(runs.light(sources=describe(checkout))))
     only(result, FAILED, "waiver-expired", f"the waiver of {ID} expired on ")
 
 
 def test_a_waiver_that_nobody_needs(checkout: Path, judge: Judge) -> None:
     waive(checkout, ID, "FAIL_LOGITS")
-    green = light(sources=describe(checkout))
+    green = runs.light(sources=describe(checkout))
     only(judge(green), FAILED, "waiver-unneeded", "it excuses FAIL_LOGITS, the cell gave PASS")
 
 
 def test_a_waiver_of_a_cell_that_is_no_more(checkout: Path, judge: Judge) -> None:
     waive(checkout, "int4-ddtree-gone-noisy-cpu", "FAIL_LOGITS")
-    only(judge(light(sources=describe(checkout))), FAILED, "waiver-unneeded", "the matrix has no such cell")
+    only(judge(runs.light(sources=describe(checkout))), FAILED, "waiver-unneeded", "the matrix has no such cell")
 
 
 def test_a_waiver_for_a_device_that_this_run_had_not(checkout: Path, judge: Judge) -> None:
     waive(checkout, ID.replace("cpu", "cuda"), "FAIL_LOGITS")
-    assert judge(light(sources=describe(checkout))) == (PASSED, [])
+    assert judge(runs.light(sources=describe(checkout))) == (PASSED, [])
 
 
 def test_broken_files_of_the_checkout_close_the_gate(checkout: Path, green: Ledger, judge: Judge) -> None:
@@ -324,7 +318,7 @@ def test_times_that_cannot_be_compared_do_not_pass(
 
 
 def test_cells_taken_out_of_the_matrix(green: Ledger, judge: Judge, older: Callable[[Ledger], list[str]]) -> None:
-    larger = light({**runs.TABLE, "gone": ("oracle",)})
+    larger = runs.light({**runs.TABLE, "gone": ("oracle",)})
     status, findings = judge(green, *older(larger))
     assert (status, {kind for kind, _ in findings}, len(findings)) == (FAILED, {"removed"}, 4)
     assert judge(green, *older(larger), "--allow-removed") == (PASSED, [])

@@ -35,20 +35,20 @@ def faster(ledger: Ledger, factor: float) -> Ledger:
 
 
 def test_runs_stand_in_the_order_of_their_start_and_latest_is_no_run(tmp_path: Path) -> None:
-    bad = runs.failing(runs.find(runs.run(), ID), Verdict.FAIL_TOKENS, "tokens", 1, 0, "x")
-    history = load(store(tmp_path, [runs.run(), runs.change(runs.run(), ID, bad), runs.run()]))
+    bad = runs.failing(runs.find(runs.light(), ID), Verdict.FAIL_TOKENS, "tokens", 1, 0, "x")
+    history = load(store(tmp_path, [runs.light(), runs.change(runs.light(), ID, bad), runs.light()]))
     assert (tmp_path / "latest").is_symlink()
     assert [run.started[:10] for run in history.runs] == ["2030-01-01", "2030-01-02", "2030-01-03"]
     assert [run.status for run in history.runs] == [0, 1, 0]
     assert [run.passed for run in history.runs] == [20, 19, 20]
     cell = next(cell for cell in history.cells if cell.id == ID)
     assert (cell.runs, cell.passed) == (3, 2)
-    assert len(history.cells) == len(runs.run().expected)
+    assert len(history.cells) == len(runs.light().expected)
 
 
 def test_numbers_of_a_cell_are_those_of_its_ledgers(tmp_path: Path) -> None:
-    history = load(store(tmp_path, [runs.run(), faster(runs.run(), 2.0)]))
-    record = runs.find(runs.run(), DDTREE)
+    history = load(store(tmp_path, [runs.light(), faster(runs.light(), 2.0)]))
+    record = runs.find(runs.light(), DDTREE)
     cell = next(cell for cell in history.cells if cell.id == DDTREE)
     assert cell.last.margin == record.margin
     assert cell.last.decode == pytest.approx(record.times["decode"] / 2)
@@ -58,7 +58,7 @@ def test_numbers_of_a_cell_are_those_of_its_ledgers(tmp_path: Path) -> None:
 
 
 def test_a_run_without_the_cell_leaves_a_gap(tmp_path: Path) -> None:
-    history = load(store(tmp_path, [runs.run(), runs.change(runs.run(), ID, None), runs.run(), runs.run()]))
+    history = load(store(tmp_path, [runs.light(), runs.change(runs.light(), ID, None), runs.light(), runs.light()]))
     cell = next(cell for cell in history.cells if cell.id == ID)
     assert cell.runs == 3
     (line,) = cell.margin.lines
@@ -67,8 +67,8 @@ def test_a_run_without_the_cell_leaves_a_gap(tmp_path: Path) -> None:
 
 
 def test_an_error_has_no_margin(tmp_path: Path) -> None:
-    error = replace(runs.find(runs.run(), ID), verdict=Verdict.ERROR, checks=(), detail="x")
-    history = load(store(tmp_path, [runs.run(), runs.change(runs.run(), ID, error)]))
+    error = replace(runs.find(runs.light(), ID), verdict=Verdict.ERROR, checks=(), detail="x")
+    history = load(store(tmp_path, [runs.light(), runs.change(runs.light(), ID, error)]))
     cell = next(cell for cell in history.cells if cell.id == ID)
     assert cell.last.margin is None
     assert len(cell.margin.lines[0].dots) == 1
@@ -76,8 +76,8 @@ def test_an_error_has_no_margin(tmp_path: Path) -> None:
 
 
 def test_machines_have_times_of_their_own(tmp_path: Path) -> None:
-    other = replace(runs.run(), environments={runs.HOST: {**runs.ENVIRONMENT, "cpu": "Another CPU"}})
-    history = load(store(tmp_path, [runs.run(), other]))
+    other = replace(runs.light(), environments={runs.HOST: {**runs.ENVIRONMENT, "cpu": "Another CPU"}})
+    history = load(store(tmp_path, [runs.light(), other]))
     times = [chart for chart in history.charts if chart.title.startswith("Median decode time")]
     assert [chart.title for chart in times] == [
         "Median decode time on box, A CPU, ms",
@@ -89,7 +89,7 @@ def test_machines_have_times_of_their_own(tmp_path: Path) -> None:
 
 
 def test_a_damaged_ledger_is_named_and_left_out(tmp_path: Path) -> None:
-    store(tmp_path, [runs.run(), runs.run()])
+    store(tmp_path, [runs.light(), runs.light()])
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "ledger.json").write_text("{}")
     history = load(tmp_path)
@@ -110,7 +110,7 @@ def test_a_folder_without_runs_is_an_error(tmp_path: Path) -> None:
 
 def test_the_newest_runs_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("harness.history.RUNS", 3)
-    small = runs.run({"tiny": ()})
+    small = runs.light({"tiny": ()})
     history = load(store(tmp_path, [small] * 5))
     assert [run.started[8:10] for run in history.runs] == ["03", "04", "05"]
     assert history.unreadable == ("2 older runs are left out",)
@@ -121,13 +121,13 @@ def test_reading_tells_how_far_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyP
     clock = itertools.count()
     monkeypatch.setattr("harness.history.time.monotonic", lambda: next(clock) * 0.7)
     said: list[str] = []
-    load(store(tmp_path, [runs.run({"tiny": ()})] * 4), said.append)
+    load(store(tmp_path, [runs.light({"tiny": ()})] * 4), said.append)
     assert said
     assert said[-1].endswith("of 4 ledgers")
 
 
 def test_hosts_of_one_run_show_the_worst_of_them(tmp_path: Path) -> None:
-    both = runs.run({"tiny": ()}, hosts=("a", "b"))
+    both = runs.light({"tiny": ()}, hosts=("a", "b"))
     bad = runs.failing(next(c for c in both.cells if c.host == "b"), Verdict.FAIL_TREE, "tree", 1, 0, "x")
     history = load(store(tmp_path, [runs.change(both, bad.id, bad)]))
     cell = next(cell for cell in history.cells if cell.id == bad.id)
