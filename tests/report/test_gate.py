@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 import runs
-from conftest import git
+from checkouts import git
 
 from harness import gate
 from harness.cells import FAILED, INCOMPLETE, INFRASTRUCTURE, PASSED, Cell, Ledger, Verdict
