@@ -1,0 +1,123 @@
+"""Planted faults are caught under their check's name, controls pass, and a run that dies or hangs is told of."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from harness import bundles, mutants, mutants_run
+from harness.fault_catalogue import CatalogueError, Edit, Fault, load, plant
+from harness.matrix import configs, expected
+from harness.mutants_build import CompileError, Workshop
+from harness.mutants_run import LOADER, LOADER_CONFIG, Outcome
+
+CELLS = [f"int4-ar-{LOADER_CONFIG}-cpu", f"fp32-ddtree-{LOADER_CONFIG}-noisy-cpu", LOADER]
+BY_NAME = {fault.name: fault for fault in load()}
+
+
+@pytest.fixture(scope="module")
+def workshop() -> Workshop:
+    mutants_run.serve()
+    return Workshop("cpu", mutants.HOME)
+
+
+@pytest.fixture(scope="module")
+def paths() -> dict[str, Path]:
+    return bundles.ensure([LOADER_CONFIG], say=print)
+
+
+def outcome(fault: Fault, workshop: Workshop, paths: dict[str, Path], folder: Path, *names: str) -> Outcome:
+    library, _ = workshop.library(plant(fault, folder / "csrc"), folder)
+    return mutants_run.run(fault, library, names or CELLS, paths)
+
+
+def edit(file: str, find: str, replace: str) -> Fault:
+    return Fault("made_here", "int4", "made for a test", (Edit(file, find, replace),))
+
+
+def test_a_known_fault_is_caught_and_located(workshop: Workshop, paths: dict[str, Path], tmp_path: Path) -> None:
+    fault = BY_NAME["weights_from_biased_scores"]
+    found = outcome(fault, workshop, paths, tmp_path)
+    assert found.caught_by.startswith(f"int4-ar-{LOADER_CONFIG}-cpu: ")
+    assert found.ran == 1
+    assert found.tap.endswith(".moe.weights")
+    result = mutants.Result(fault, found, 1.0)
+    assert (result.good, result.located) == (True, True)
+    assert result.record()["caught_by"] == found.caught_by
+    json.dumps(result.record(), allow_nan=False)
+
+
+def test_a_loader_fault_is_caught_by_a_file(workshop: Workshop, paths: dict[str, Path], tmp_path: Path) -> None:
+    found = outcome(BY_NAME["tensor_twice"], workshop, paths, tmp_path, LOADER)
+    assert found.caught_by == f"{LOADER}: tensor_twice"
+    assert found.detail.startswith("says 'MissingTensor: FILE: ")
+
+
+def test_white_space_passes(workshop: Workshop, paths: dict[str, Path], tmp_path: Path) -> None:
+    fault = Fault("white_space", "controls", "", (Edit("cpu/norm.cpp", 'count("embed");', 'count( "embed" );'),))
+    found = outcome(fault, workshop, paths, tmp_path)
+    assert found == Outcome(ran=len(CELLS))
+    assert mutants.Result(fault, found, 1.0).good
+
+
+def test_a_crash_and_a_hang_are_told_of(
+    workshop: Workshop, paths: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entry = "void CpuBackend::embed(const EmbedArgs& a) {\n"
+    crash = edit("cpu/norm.cpp", entry, entry + "  *static_cast<volatile int*>(nullptr) = 1;\n")
+    found = outcome(crash, workshop, paths, tmp_path / "crash")
+    assert found.caught_by == f"{CELLS[0]}: crash"
+    assert found.verdict == "ERROR"
+    assert "signal 11" in found.detail
+    hang = edit("cpu/norm.cpp", entry, entry + "  for (volatile int i = 0; i < 1;) {\n  }\n")
+    monkeypatch.setattr(mutants_run, "SILENCE_SECONDS", 1.0)
+    start = time.monotonic()
+    found = outcome(hang, workshop, paths, tmp_path / "hang")
+    assert found.caught_by == f"{CELLS[0]}: hang"
+    assert time.monotonic() - start < 60
+
+
+def test_an_edit_that_does_not_compile_is_named(
+    workshop: Workshop, paths: dict[str, Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(mutants, "HOME", tmp_path)
+    with pytest.raises(CompileError, match=r"made_here: does not compile: .*undeclared_name"):
+        mutants.one(edit("cpu/norm.cpp", 'count("embed");', "undeclared_name;"), workshop, paths)
+
+
+def test_all_cells_are_tried_before_a_fault_is_not_caught() -> None:
+    points = expected(["cpu"])
+    for fault in BY_NAME.values():
+        names = mutants_run.order(fault, points)
+        assert sorted(names) == sorted([LOADER, *(point.id for point in points)])
+    assert mutants_run.order(BY_NAME["tensor_twice"], points)[0] == LOADER
+    assert mutants_run.order(BY_NAME["position_by_row"], points)[0].split("-")[1] == "ddtree"
+    assert LOADER_CONFIG in configs()
+
+
+def test_exit_statuses(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """0 all caught and controls passed; 1 a fault passed or a control failed; 3 the catalogue does not fit."""
+    caught, missed = Outcome("a: b", "FAIL_LOGITS", 2.0, tap="embed"), Outcome(ran=9)
+
+    def run(**by_name: Outcome) -> int:
+        monkeypatch.setattr(mutants, "one", lambda f, *_: mutants.Result(f, by_name.get(f.name, missed), 1.0))
+        monkeypatch.setattr(mutants, "Workshop", lambda *_: type("W", (), {"prune": lambda self: None})())
+        return mutants.main(["-k", "unedited or tensor_twice", "--workers", "1"])
+
+    assert run(tensor_twice=caught) == 0
+    assert run() == 1
+    assert "tensor_twice" in capsys.readouterr().out.split("NOT CAUGHT")[0]
+    assert run(tensor_twice=caught, unedited=caught) == 1
+    assert "A CONTROL FAILED" in capsys.readouterr().out
+    assert mutants.main(["-k", "no_such_fault"]) == 3
+    assert "matches no fault" in capsys.readouterr().err
+
+    def drifted() -> list[Fault]:
+        raise CatalogueError("x: drifted")
+
+    monkeypatch.setattr(mutants, "load", drifted)
+    assert mutants.main([]) == 3
+    assert "drifted" in capsys.readouterr().err
