@@ -10,7 +10,6 @@ using namespace cuda;
 constexpr int kThreads = 256;
 
 __global__ void root_kernel(Rows rows, StepState* state) {
-  allow_next();
   wait_for_previous();
   if (threadIdx.x != 0) return;
   rows.tokens[0] = state->bonus;
@@ -23,7 +22,6 @@ __global__ void root_kernel(Rows rows, StepState* state) {
 // The step's rows are brought to shared memory by the block; one warp then walks, 32 possible children at a time.
 __global__ __launch_bounds__(kThreads) void accept_kernel(AcceptArgs a) {
   extern __shared__ int32_t shared[];  // tokens, parents, choices: [max_rows] each
-  allow_next();
   wait_for_previous();
   StepState* s = a.state;
   const int n_rows = active_rows(&s->n_rows, a.rows.max_rows), stride = a.rows.max_rows;

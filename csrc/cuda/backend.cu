@@ -15,7 +15,7 @@ constexpr size_t kGuard = 256;          // bytes before and at least as many aft
 constexpr int kGuardByte = 0xa5;
 constexpr uint32_t kPoison = 0x7ffadbad;  // NaN as f32 and, twice, as f64; out of every range as i32
 constexpr size_t kStaging = 64 << 10;   // downloads up to this many bytes go through pinned memory
-constexpr size_t kDefaultShared = 48 << 10;
+constexpr size_t kDefaultShared = 48 << 10;  // static and dynamic together, without asking for more
 
 constexpr size_t round_up(size_t n) { return (n + kGuard - 1) / kGuard * kGuard; }
 
@@ -89,13 +89,16 @@ void CudaBackend::fail_launch(cudaError_t code, const char* counter, dim3 grid, 
 }
 
 void CudaBackend::reserve_shared(const void* kernel, const char* counter, size_t bytes) {
-  if (bytes > shared_limit_) {
-    throw Error("DeviceError", name_ + ": " + counter + " needs " + std::to_string(bytes) + " bytes of shared memory a block, the device has " +
-                                   std::to_string(shared_limit_));
-  }
-  if (bytes <= kDefaultShared) return;
   size_t& reserved = shared_reserved_[kernel];
   if (bytes <= reserved) return;
+  cudaFuncAttributes attributes{};
+  KD_CUDA(cudaFuncGetAttributes(&attributes, kernel));
+  const size_t whole = bytes + attributes.sharedSizeBytes;
+  if (whole > shared_limit_) {
+    throw Error("DeviceError", name_ + ": " + counter + " needs " + std::to_string(whole) + " bytes of shared memory a block, the device has " +
+                                   std::to_string(shared_limit_));
+  }
+  if (whole <= kDefaultShared) return;
   KD_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)));
   reserved = bytes;
 }

@@ -93,7 +93,7 @@ class CudaBackend final : public Backend {
     ++(*counting_)[counter];
   }
   [[noreturn]] void fail_launch(cudaError_t code, const char* counter, dim3 grid, int threads, size_t shared_bytes) const;
-  // Lets `kernel` be launched with more than the 48 KiB of dynamic shared memory that need no asking; throws what the device lacks.
+  // Lets `kernel` be launched with so much dynamic shared memory, also above the 48 KiB that need no asking; throws what the device lacks.
   void reserve_shared(const void* kernel, const char* counter, size_t bytes);
 
   void enter(const char* call, bool capturable);

@@ -24,7 +24,6 @@ struct CommitParams {
 // A thread moves one column of one layer, rows ascending: sources ascend and lie at or after their targets, and a batch is read
 // before it is written, so no source is overwritten before it was read.
 __global__ __launch_bounds__(kThreads) void commit_kernel(const __grid_constant__ CommitParams p) {
-  allow_next();
   wait_for_previous();
   const int column = blockIdx.x * kThreads + threadIdx.x, layer = blockIdx.y;
   if (column >= p.rank + p.rope) return;
@@ -43,7 +42,6 @@ __global__ __launch_bounds__(kThreads) void commit_kernel(const __grid_constant_
 }
 
 __global__ __launch_bounds__(kThreads) void record_kernel(RecordArgs a) {
-  allow_next();
   wait_for_previous();
   const int j = blockIdx.y, n = a.state->n_accepted;
   if (j >= n) return;
@@ -54,7 +52,6 @@ __global__ __launch_bounds__(kThreads) void record_kernel(RecordArgs a) {
 }
 
 __global__ __launch_bounds__(kThreads) void record_tree_kernel(RecordTreeArgs a) {
-  allow_next();
   wait_for_previous();
   const int entry = a.state->rounds - 1, n_rows = a.state->n_rows, n_accepted = a.state->n_accepted;
   if (entry < 0 || entry >= a.entries) return;

@@ -33,19 +33,14 @@ namespace cuda {
 constexpr int kWarp = 32;
 constexpr unsigned kAll = 0xffffffffu;
 
-// Lets the next kernel of the stream start its prologue while this one runs. Nothing the next one reads is promised by it.
-__device__ __forceinline__ void allow_next() {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
-}
-
-// Waits until every earlier kernel of the stream has ended and its writes are seen. Every thread of every kernel passes here
-// before it touches anything but weights, and before it returns: a grid that ended without waiting would let the grid after
-// it run ahead of the one before it.
+// Waits until every earlier kernel of the stream has ended and its writes are seen, then lets the next one start its prologue.
+// Every thread of every kernel passes here before it touches anything but weights, and before it returns: a grid that ended
+// without waiting would let the grid after it run ahead of the one before it. The next kernel is let in after the wait and not
+// before: with a chain of kernels all waiting, each takes longer to be woken (docs/cuda.md has the figures).
 __device__ __forceinline__ void wait_for_previous() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
 

@@ -42,7 +42,6 @@ template <WeightKind KIND, int VEC, int TM>
 __global__ __launch_bounds__(kTileThreads, 1) void linear_kernel(const __grid_constant__ LinearParams p) {
   extern __shared__ __align__(16) float xs[];
   __shared__ float squares[kTileWarps][TM];
-  allow_next();
   const int lane = threadIdx.x % kWarp, pair = blockIdx.x * kTileWarps + threadIdx.x / kWarp;
   const Column c0 = column(p, pair, 0), c1 = column(p, pair, 1);
   PairTile<KIND, VEC, TM> tile(weight_row<KIND>(p.data[c0.part], p.scale[c0.part], c0.row, p.k),

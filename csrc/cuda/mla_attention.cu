@@ -1,11 +1,14 @@
 // mla_attention: o_lat = softmax(scale * (q_lat.latent + q_rope.k_rope)) . latent, absorbed, over a row's own path through the tree.
 //
-// Keys in logical order: committed slots, then the row's ancestors by depth, then itself. Online softmax over chunks of 64 positions
-// counted from 0, ascending; 512 positions make a segment, and segments are folded in ascending order by a second launch when
-// the session is long enough to have more than one. Chunks and segments are fixed by position, so a row's bits depend neither on
-// the other rows, nor on how many heads a block takes, nor on whether keys were computed in this step.
-// A score: lane l adds r = 4l, 4l+1, .. of every 128 (latent, then rope), butterfly over lanes. A chunk's values: t ascending.
-// Bytes: T*(R+P) cache floats a block, shared by its heads; flops 2*M*H*T*(2R+P). Bound by f32 arithmetic for many heads.
+// Keys in logical order: committed slots, then the row's ancestors by depth, then itself. A block takes one row, some of its heads
+// and one segment of 512 positions; a second launch folds segments when the session is long enough to have more than one.
+// Reduction order, all of it fixed by position (chunks of 64 and pieces of 16 positions, counted from 0):
+//   a score: lane l adds r = 4l, 4l+1, .. of every 128 (latent, then rope), then a butterfly over lanes;
+//   the segment's greatest score, then exp(score - greatest); their sum: a chunk by a butterfly, chunks ascending;
+//   the values: a piece's keys ascending, then pieces ascending; segments: online softmax, ascending.
+// So a row's bits depend neither on the other rows, nor on how many heads a block takes, nor on whether a key is of this step.
+// Bytes: T*(R+P) cache floats a block, shared by its heads; flops 2*M*H*T*(2R+P). Bound by latency for short contexts, by f32
+// arithmetic for many heads.
 #include "backend.h"
 #include "device.cuh"
 
@@ -18,7 +21,9 @@ constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / kWarp;
 constexpr int kChunk = 64;
 constexpr int kSegment = 512;
-constexpr int kKeysPerWarp = kChunk / kWarps;
+constexpr int kChunks = kSegment / kChunk;
+static_assert(kChunks == kWarps, "a warp a chunk");
+constexpr int kPiece = 16;
 
 struct AttentionParams {
   MlaDims dims;
@@ -63,119 +68,163 @@ __device__ __forceinline__ void add_products(float (&acc)[HEADS][KEYS], const fl
   }
 }
 
-// HEADS heads a block, COLUMNS latent columns a thread.
+// The keys' slots and every head's scores.
+template <int HEADS, int VEC>
+__device__ __forceinline__ void score_keys(const AttentionParams& p, const float* q, const int* slots, float (*score)[kSegment], int n) {
+  constexpr int kBatch = HEADS >= 4 ? 4 : 8;  // keys a warp has in flight
+  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
+  const int rank = p.dims.rank, rope = p.dims.rope;
+  for (int first = warp * kBatch; first < n; first += kWarps * kBatch) {
+    int slot[kBatch];
+#pragma unroll
+    for (int j = 0; j < kBatch; ++j) slot[j] = slots[min(first + j, n - 1)];
+    float acc[HEADS][kBatch] = {};
+    add_products<HEADS, kBatch, VEC>(acc, q, rank + rope, p.cache.latent, slot, rank, lane);
+    add_products<HEADS, kBatch, VEC>(acc, q + rank, rank + rope, p.cache.k_rope, slot, rope, lane);
+#pragma unroll
+    for (int h = 0; h < HEADS; ++h) {
+#pragma unroll
+      for (int j = 0; j < kBatch; ++j) {
+        const float dot = warp_sum(acc[h][j]);
+        if (lane == j && first + j < n) score[h][first + j] = __fmul_rn(p.scale, dot);
+      }
+    }
+  }
+}
+
+// Turns scores into exp(score - greatest). A warp a chunk; tops and sums of the chunks are left in shared memory.
+template <int HEADS>
+__device__ __forceinline__ void weigh_keys(float (*score)[kSegment], float (*tops)[kChunks], float (*sums)[kChunks], int n) {
+  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
+  const int t0 = warp * kChunk + lane, t1 = t0 + kWarp;
+#pragma unroll
+  for (int h = 0; h < HEADS; ++h) {
+    const float top = warp_max(fmaxf(t0 < n ? score[h][t0] : -INFINITY, t1 < n ? score[h][t1] : -INFINITY));
+    if (lane == 0) tops[h][warp] = top;
+  }
+  __syncthreads();
+#pragma unroll
+  for (int h = 0; h < HEADS; ++h) {
+    float top = tops[h][0];
+#pragma unroll
+    for (int c = 1; c < kChunks; ++c) top = fmaxf(top, tops[h][c]);
+    const float p0 = t0 < n ? expf(__fsub_rn(score[h][t0], top)) : 0.f, p1 = t1 < n ? expf(__fsub_rn(score[h][t1], top)) : 0.f;
+    const float sum = warp_sum(__fadd_rn(p0, p1));
+    score[h][t0] = p0, score[h][t1] = p1;
+    if (lane == 0) sums[h][warp] = sum;
+  }
+  __syncthreads();
+}
+
+// Sum of weights times latents over a piece of keys, for one latent column a COLUMN.
+template <int HEADS, int COLUMNS>
+__device__ __forceinline__ void add_piece(float (&o)[HEADS][COLUMNS], const AttentionParams& p, const int* slots, const float (*score)[kSegment], int t0,
+                                          int n, int r0) {
+  const int rank = p.dims.rank;
+#pragma unroll
+  for (int i = 0; i < kPiece; i += 4) {
+    if (t0 + i >= n) break;
+    float v[4][COLUMNS];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const float* key = p.cache.latent + static_cast<size_t>(slots[min(t0 + i + j, n - 1)]) * rank;
+#pragma unroll
+      for (int c = 0; c < COLUMNS; ++c) v[j][c] = r0 + c * kThreads < rank ? key[r0 + c * kThreads] : 0.f;
+    }
+#pragma unroll
+    for (int h = 0; h < HEADS; ++h) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const float weight = score[h][t0 + i + j];  // 0 past the end
+#pragma unroll
+        for (int c = 0; c < COLUMNS; ++c) o[h][c] = __fmaf_rn(weight, v[j][c], o[h][c]);
+      }
+    }
+  }
+}
+
+// HEADS heads a block, COLUMNS latent columns a thread. With one column a thread and a small rank, groups of threads take pieces
+// side by side and the pieces meet in shared memory; the order of additions is the same.
 template <int HEADS, int COLUMNS, int VEC>
 __global__ __launch_bounds__(kThreads, 1) void attention_kernel(const __grid_constant__ AttentionParams p) {
-  extern __shared__ __align__(16) float q[];  // [HEADS, rank + rope]
-  __shared__ float score[HEADS][kChunk];
-  __shared__ int slots[kChunk];
-  __shared__ float rescale[HEADS], sums[HEADS], tops[HEADS];
-  allow_next();
+  extern __shared__ __align__(16) float shared[];  // q: [HEADS, rank + rope]; pieces: [groups, HEADS, rank], if more than one
+  __shared__ float score[HEADS][kSegment];
+  __shared__ int slots[kSegment];
+  __shared__ float tops[HEADS][kChunks], sums[HEADS][kChunks];
   wait_for_previous();
   const int m = blockIdx.z, h0 = blockIdx.y * HEADS, begin = blockIdx.x * kSegment;
   if (m > 0 && m >= p.state->n_rows) return;
   const int kv_len = p.state->kv_len, n_keys = kv_len + p.depths[m] + 1;
   if (begin >= n_keys) return;
-  const int end = min(n_keys, begin + kSegment);
+  const int n = min(kSegment, n_keys - begin);
   const int rank = p.dims.rank, rope = p.dims.rope, heads = p.dims.heads, q_stride = rank + rope;
-  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
   for (int i = threadIdx.x; i < HEADS * q_stride; i += kThreads) {
     const size_t row = static_cast<size_t>(m) * heads + min(h0 + i / q_stride, heads - 1);
     const int r = i % q_stride;
-    q[i] = r < rank ? p.q_lat[row * rank + r] : p.q_rope[row * rope + r - rank];
+    shared[i] = r < rank ? p.q_lat[row * rank + r] : p.q_rope[row * rope + r - rank];
   }
-  float o[HEADS][COLUMNS] = {};
-  float top = -INFINITY, sum = 0.f;  // of head `warp`, in the warps that have one
-
-  for (int t0 = begin; t0 < end; t0 += kChunk) {
-    const int n = min(kChunk, end - t0);
-    if (threadIdx.x < kChunk) {
-      // Places past the end repeat the last key: read, weighted with zero, always a row that was written.
-      const int t = t0 + min(static_cast<int>(threadIdx.x), n - 1);
-      const int slot = t < kv_len ? t : kv_len + p.path[static_cast<size_t>(m) * p.path_stride + t - kv_len];
-      KD_ASSERT(slot >= 0 && slot < p.cache.slots, "mla_attention: a key outside the cache");
-      slots[threadIdx.x] = slot;
-    }
-    __syncthreads();
-    constexpr int kBatch = HEADS >= 4 ? 4 : kKeysPerWarp;
-#pragma unroll
-    for (int batch = 0; batch < kKeysPerWarp; batch += kBatch) {
-      const int first = warp * kKeysPerWarp + batch;
-      if (first >= n) break;
-      int slot[kBatch];
-#pragma unroll
-      for (int j = 0; j < kBatch; ++j) slot[j] = slots[first + j];
-      float acc[HEADS][kBatch] = {};
-      add_products<HEADS, kBatch, VEC>(acc, q, q_stride, p.cache.latent, slot, rank, lane);
-      add_products<HEADS, kBatch, VEC>(acc, q + rank, q_stride, p.cache.k_rope, slot, rope, lane);
-#pragma unroll
-      for (int h = 0; h < HEADS; ++h) {
-#pragma unroll
-        for (int j = 0; j < kBatch; ++j) {
-          const float dot = warp_sum(acc[h][j]);
-          if (lane == j) score[h][first + j] = __fmul_rn(p.scale, dot);
-        }
-      }
-    }
-    __syncthreads();
-    if (warp < HEADS) {
-      float* s = score[warp];
-      const float s0 = lane < n ? s[lane] : -INFINITY, s1 = lane + kWarp < n ? s[lane + kWarp] : -INFINITY;
-      const float next = fmaxf(top, warp_max(fmaxf(s0, s1)));
-      const float p0 = lane < n ? expf(__fsub_rn(s0, next)) : 0.f, p1 = lane + kWarp < n ? expf(__fsub_rn(s1, next)) : 0.f;
-      const float factor = expf(__fsub_rn(top, next));
-      sum = __fmaf_rn(sum, factor, warp_sum(__fadd_rn(p0, p1)));
-      top = next;
-      s[lane] = p0, s[lane + kWarp] = p1;
-      if (lane == 0) rescale[warp] = factor;
-    }
-    __syncthreads();
-#pragma unroll
-    for (int h = 0; h < HEADS; ++h) {
-#pragma unroll
-      for (int c = 0; c < COLUMNS; ++c) o[h][c] = __fmul_rn(o[h][c], rescale[h]);
-    }
-#pragma unroll 2
-    for (int t = 0; t < n; t += 4) {
-      float v[4][COLUMNS];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float* key = p.cache.latent + static_cast<size_t>(slots[t + i]) * rank;
-#pragma unroll
-        for (int c = 0; c < COLUMNS; ++c) {
-          const int r = threadIdx.x + c * kThreads;
-          v[i][c] = r < rank ? key[r] : 0.f;
-        }
-      }
-#pragma unroll
-      for (int h = 0; h < HEADS; ++h) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const float weight = score[h][t + i];
-#pragma unroll
-          for (int c = 0; c < COLUMNS; ++c) o[h][c] = __fmaf_rn(weight, v[i][c], o[h][c]);
-        }
-      }
-    }
-    __syncthreads();  // score and slots are about to be written again
+  for (int i = threadIdx.x; i < n; i += kThreads) {
+    const int t = begin + i;
+    const int slot = t < kv_len ? t : kv_len + p.path[static_cast<size_t>(m) * p.path_stride + t - kv_len];
+    KD_ASSERT(slot >= 0 && slot < p.cache.slots, "mla_attention: a key outside the cache");
+    slots[i] = slot;
   }
-
-  if (warp < HEADS && lane == 0) sums[warp] = sum, tops[warp] = top;
   __syncthreads();
+  score_keys<HEADS, VEC>(p, shared, slots, score, n);
+  __syncthreads();
+  weigh_keys<HEADS>(score, tops, sums, n);
+
+  float o[HEADS][COLUMNS] = {};
+  const int lanes = COLUMNS > 1 ? kThreads : (rank + kWarp - 1) / kWarp * kWarp;  // threads a group
+  const int groups = kThreads / lanes, group = threadIdx.x / lanes, r0 = threadIdx.x % lanes;
+  if (groups == 1) {
+    for (int t0 = 0; t0 < n; t0 += kPiece) {
+      float piece[HEADS][COLUMNS] = {};
+      add_piece<HEADS, COLUMNS>(piece, p, slots, score, t0, n, r0);
+#pragma unroll
+      for (int h = 0; h < HEADS; ++h) {
+#pragma unroll
+        for (int c = 0; c < COLUMNS; ++c) o[h][c] = __fadd_rn(o[h][c], piece[h][c]);
+      }
+    }
+  } else {
+    float* pieces = shared + HEADS * q_stride;
+    for (int round = 0; round < n; round += groups * kPiece) {
+      const int t0 = round + group * kPiece;
+      float piece[HEADS][COLUMNS] = {};
+      if (group < groups && t0 < n) {
+        add_piece<HEADS, COLUMNS>(piece, p, slots, score, t0, n, r0);
+#pragma unroll
+        for (int h = 0; h < HEADS; ++h) {
+          if (r0 < rank) pieces[(group * HEADS + h) * rank + r0] = piece[h][0];
+        }
+      }
+      __syncthreads();
+      for (int g = 0; group == 0 && r0 < rank && g < groups && round + g * kPiece < n; ++g) {
+#pragma unroll
+        for (int h = 0; h < HEADS; ++h) o[h][0] = __fadd_rn(o[h][0], pieces[(g * HEADS + h) * rank + r0]);
+      }
+      __syncthreads();
+    }
+  }
+  if (group != 0) return;
 #pragma unroll
   for (int h = 0; h < HEADS; ++h) {
     if (h0 + h >= heads) break;
+    float sum = sums[h][0], top = tops[h][0];
+#pragma unroll
+    for (int c = 1; c < kChunks; ++c) sum = __fadd_rn(sum, sums[h][c]), top = fmaxf(top, tops[h][c]);
     const size_t row = static_cast<size_t>(m) * heads + h0 + h;
     const size_t cell = row * gridDim.x + blockIdx.x;
-    if (p.part != nullptr && threadIdx.x == 0) p.part_norm[2 * cell] = tops[h], p.part_norm[2 * cell + 1] = sums[h];
+    if (p.part != nullptr && threadIdx.x == 0) p.part_norm[2 * cell] = top, p.part_norm[2 * cell + 1] = sum;
 #pragma unroll
     for (int c = 0; c < COLUMNS; ++c) {
-      const int r = threadIdx.x + c * kThreads;
+      const int r = r0 + c * kThreads;
       if (r >= rank) break;
       if (p.part != nullptr) {
         p.part[cell * rank + r] = o[h][c];
       } else {
-        p.o_lat[row * rank + r] = __fdiv_rn(o[h][c], sums[h]);
+        p.o_lat[row * rank + r] = __fdiv_rn(o[h][c], sum);
       }
     }
   }
@@ -183,7 +232,6 @@ __global__ __launch_bounds__(kThreads, 1) void attention_kernel(const __grid_con
 
 // Folds a row's segments in ascending order. With one segment it divides just as attention_kernel does alone.
 __global__ __launch_bounds__(kThreads) void combine_kernel(const __grid_constant__ AttentionParams p, int segments) {
-  allow_next();
   wait_for_previous();
   const int m = blockIdx.y, rank = p.dims.rank;
   if (m > 0 && m >= p.state->n_rows) return;
@@ -208,7 +256,8 @@ using Kernel = void (*)(AttentionParams);
 
 template <int HEADS>
 Kernel by_columns(int columns) {
-  return columns <= 1 ? attention_kernel<HEADS, 1, 4> : columns <= 2 ? attention_kernel<HEADS, 2, 4> : attention_kernel<HEADS, 4, 4>;
+  if (columns <= 1) return attention_kernel<HEADS, 1, 4>;
+  return columns <= 2 ? attention_kernel<HEADS, 2, 4> : attention_kernel<HEADS, 4, 4>;
 }
 
 int segments_of(int max_keys) { return max_keys <= 0 ? 0 : (max_keys - 1) / kSegment + 1; }
@@ -237,11 +286,12 @@ void CudaBackend::mla_attention(const MlaAttentionArgs& a) {
   const bool vector = rank % 4 == 0 && a.dims.rope % 4 == 0 && reinterpret_cast<uintptr_t>(a.cache.latent) % 16 == 0 &&
                       reinterpret_cast<uintptr_t>(a.cache.k_rope) % 16 == 0;
   if (!vector) heads = 1;
-  const Kernel kernel = !vector     ? attention_kernel<1, 4, 1>
+  const Kernel kernel = !vector     ? (columns <= 1 ? attention_kernel<1, 1, 1> : attention_kernel<1, 4, 1>)
                         : heads == 1 ? by_columns<1>(columns)
                         : heads == 4 ? by_columns<4>(columns)
                                      : by_columns<8>(columns);
-  const size_t shared = sizeof(float) * static_cast<size_t>(heads) * (rank + a.dims.rope);
+  const size_t pieces = columns > 1 ? 0 : static_cast<size_t>(kThreads / ((rank + kWarp - 1) / kWarp * kWarp)) * heads * rank;
+  const size_t shared = sizeof(float) * (static_cast<size_t>(heads) * (rank + a.dims.rope) + pieces);
   reserve_shared(reinterpret_cast<const void*>(kernel), "mla_attention", shared);
   launch("mla_attention", kernel, dim3(segments, (a.dims.heads + heads - 1) / heads, rows), kThreads, shared, p);
   if (segments > 1) launch("mla_attention_combine", combine_kernel, dim3(a.dims.heads, rows), kThreads, 0, p, segments);

@@ -1,10 +1,10 @@
 // mla_prepare: absorbs W_UK into the query, rotates q_rope and k_rope, norms the latent and writes the step's cache rows, in one
-// launch whose blocks have one of two roles.
+// launch whose blocks have one of three roles.
 //
-//   head role (head h, 256 latent columns): q_lat[m,h,r] = sum_n q_nope[m,h,n] * kv_b[h,n,r], thread per column r, n ascending;
-//     the block of the first columns also rotates q_rope of its head.
-//   row role: a warp a row: 1/rms of the latent (lane strides, then butterfly), latent and rotated k_rope into the cache.
-// Bytes: H*N*R weights once a tile of 8 rows; flops 2*M*H*N*R. Bound by weight bytes for small M.
+//   head (head h, 256 latent columns): q_lat[m,h,r] = sum_n q_nope[m,h,n] * kv_b[h,n,r], a thread a column, n ascending;
+//   latent: a warp a row: 1/rms (lane strides, then butterfly), the normed latent into the cache;
+//   rotation: a thread a pair of q_rope of any head, or of k_rope, which goes into the cache.
+// Bytes: H*N*R weights once a tile of 8 rows; flops 2*M*H*N*R. Bound by weight bytes for small M, by latency for small models.
 #include "backend.h"
 #include "device.cuh"
 
@@ -43,36 +43,47 @@ __device__ __forceinline__ float2 angle(const PrepareParams& p, int position, in
 }
 
 template <int TM>
-__device__ void write_cache_rows(const PrepareParams& p, int m0, int n_rows, int kv_len) {
-  const int lane = threadIdx.x % kWarp, rank = p.dims.rank, rope = p.dims.rope;
+__device__ void write_latents(const PrepareParams& p, int m0, int n_rows, int kv_len) {
+  const int lane = threadIdx.x % kWarp, rank = p.dims.rank;
   const int m = m0 + static_cast<int>(threadIdx.x) / kWarp;
   if (m >= min(n_rows, m0 + TM)) return;
-  const int slot = kv_len + m;
-  KD_ASSERT(slot < p.cache.slots, "mla_prepare: the cache is full");
-  const float* kv = p.kv + static_cast<size_t>(m) * (rank + rope);
+  KD_ASSERT(kv_len + m < p.cache.slots, "mla_prepare: the cache is full");
+  const float* kv = p.kv + static_cast<size_t>(m) * (rank + p.dims.rope);
+  float* latent = p.cache.latent + static_cast<size_t>(kv_len + m) * rank;
   float ss = 0.f;
   for (int r = lane; r < rank; r += kWarp) ss = __fmaf_rn(kv[r], kv[r], ss);
   const float inverse = inverse_rms(warp_sum(ss), rank, p.eps);
-  for (int r = lane; r < rank; r += kWarp) {
-    p.cache.latent[static_cast<size_t>(slot) * rank + r] = __fmul_rn(__fmul_rn(kv[r], inverse), __ldg(p.kv_norm_w + r));
-  }
-  const int position = kv_len + p.depths[m];
-  for (int i = lane; i < rope / 2; i += kWarp) {
-    const float2 out = rotate(make_float2(kv[rank + 2 * i], kv[rank + 2 * i + 1]), angle(p, position, i));
-    float* k_rope = p.cache.k_rope + static_cast<size_t>(slot) * rope + 2 * i;
-    k_rope[0] = out.x, k_rope[1] = out.y;
+  for (int r = lane; r < rank; r += kWarp) latent[r] = __fmul_rn(__fmul_rn(kv[r], inverse), __ldg(p.kv_norm_w + r));
+}
+
+template <int TM>
+__device__ void rotate_rows(const PrepareParams& p, int m0, int n_rows, int kv_len) {
+  const int rope = p.dims.rope, pairs = rope / 2, heads = p.dims.heads, q_dim = p.dims.nope + rope;
+  const int rows = min(TM, n_rows - m0);
+  for (int i = threadIdx.x; i < rows * (heads + 1) * pairs; i += kThreads) {
+    const int m = m0 + i / ((heads + 1) * pairs), head = i / pairs % (heads + 1), pair = i % pairs;
+    const size_t row = static_cast<size_t>(m) * heads + head;
+    const float* in = head < heads ? p.q + row * q_dim + p.dims.nope : p.kv + static_cast<size_t>(m) * (p.dims.rank + rope) + p.dims.rank;
+    float* out = head < heads ? p.q_rope + row * rope : p.cache.k_rope + static_cast<size_t>(kv_len + m) * rope;
+    const float2 x = make_float2(in[2 * pair], in[2 * pair + 1]);
+    const float2 y = rotate(x, angle(p, kv_len + p.depths[m], pair));
+    out[2 * pair] = y.x, out[2 * pair + 1] = y.y;
   }
 }
 
 template <int TM>
 __global__ __launch_bounds__(kThreads, 1) void prepare_kernel(const __grid_constant__ PrepareParams p, int column_blocks) {
   extern __shared__ float nope[];  // [TM, dims.nope]
-  allow_next();
   const int m0 = blockIdx.y * TM;
   const int head = blockIdx.x / column_blocks, column_block = blockIdx.x % column_blocks;
-  if (head == p.dims.heads) {
+  if (head >= p.dims.heads) {
     wait_for_previous();
-    write_cache_rows<TM>(p, m0, active_rows(&p.state->n_rows, p.max_rows), p.state->kv_len);
+    const int n_rows = active_rows(&p.state->n_rows, p.max_rows), kv_len = p.state->kv_len;
+    if (static_cast<int>(blockIdx.x) == p.dims.heads * column_blocks) {
+      write_latents<TM>(p, m0, n_rows, kv_len);
+    } else {
+      rotate_rows<TM>(p, m0, n_rows, kv_len);
+    }
     return;
   }
   const int rank = p.dims.rank, n = p.dims.nope, q_dim = n + p.dims.rope;
@@ -111,16 +122,6 @@ __global__ __launch_bounds__(kThreads, 1) void prepare_kernel(const __grid_const
   for (int t = 0; t < TM; ++t) {
     if (inside && m0 + t < n_rows) p.q_lat[(static_cast<size_t>(m0 + t) * p.dims.heads + head) * rank + r] = acc[t];
   }
-  if (column_block != 0) return;
-  const int pairs = p.dims.rope / 2;
-  for (int i = threadIdx.x; i < TM * pairs; i += kThreads) {
-    const int m = m0 + i / pairs, pair = i % pairs;
-    if (m >= n_rows) break;
-    const float* in = p.q + (static_cast<size_t>(m) * p.dims.heads + head) * q_dim + n + 2 * pair;
-    const float2 out = rotate(make_float2(in[0], in[1]), angle(p, p.state->kv_len + p.depths[m], pair));
-    float* q_rope = p.q_rope + (static_cast<size_t>(m) * p.dims.heads + head) * p.dims.rope + 2 * pair;
-    q_rope[0] = out.x, q_rope[1] = out.y;
-  }
 }
 
 void (*prepare_for(int tm))(PrepareParams, int) {
@@ -143,7 +144,7 @@ void CudaBackend::mla_prepare(const MlaPrepareArgs& a) {
   const size_t shared = sizeof(float) * tm * static_cast<size_t>(a.dims.nope);
   const auto kernel = prepare_for(tm);
   reserve_shared(reinterpret_cast<const void*>(kernel), "mla_prepare", shared);
-  launch("mla_prepare", kernel, dim3(a.dims.heads * column_blocks + 1, (rows + tm - 1) / tm), kThreads, shared, p, column_blocks);
+  launch("mla_prepare", kernel, dim3(a.dims.heads * column_blocks + 2, (rows + tm - 1) / tm), kThreads, shared, p, column_blocks);
 }
 
 }  // namespace kdtree

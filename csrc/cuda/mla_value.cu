@@ -13,7 +13,6 @@ template <int VEC, int TM>
 __global__ __launch_bounds__(kTileThreads, 1) void value_kernel(MlaDims dims, const float* o_lat, const float* kv_b, float* o, int max_rows, const int32_t* count,
                                                                 int blocks_per_head) {
   extern __shared__ __align__(16) float xs[];
-  allow_next();
   const int lane = threadIdx.x % kWarp;
   const int head = blockIdx.x / blocks_per_head;
   const int v0 = 2 * ((blockIdx.x % blocks_per_head) * kTileWarps + threadIdx.x / kWarp);

@@ -32,52 +32,45 @@ struct GateUpParams {
   int tiles, shared_tiles, shared_blocks;  // blocks an expert, blocks a row tile of the shared expert, blocks of the shared expert
 };
 
-// The slot-th distinct expert of the step in ascending order, or -1. Called by the whole block.
-__device__ int distinct_expert(const int32_t* ids, int count, int slot, uint32_t* set, int* found) {
-  if (threadIdx.x < kExpertWords) set[threadIdx.x] = 0;
-  __syncthreads();
-  for (int i = threadIdx.x; i < count; i += kTileThreads) atomicOr(set + ids[i] / 32, 1u << (ids[i] % 32));
-  __syncthreads();
-  if (threadIdx.x < kWarp) {
-    const uint32_t word = set[threadIdx.x];
-    const int mine = __popc(word);
-    int upto = mine;
+// The slot-th distinct expert of the step in ascending order, or -1. Called by one warp; set: kExpertWords of shared memory.
+__device__ int distinct_expert(const int32_t* ids, int count, int slot, uint32_t* set) {
+  const int lane = threadIdx.x % kWarp;
+  set[lane] = 0;
+  __syncwarp();
+  for (int i = lane; i < count; i += kWarp) atomicOr(set + ids[i] / 32, 1u << (ids[i] % 32));
+  __syncwarp();
+  const uint32_t word = set[lane];
+  const int mine = __popc(word);
+  int upto = mine;
 #pragma unroll
-    for (int d = 1; d < kWarp; d *= 2) {
-      const int below = __shfl_up_sync(kAll, upto, d);
-      if (static_cast<int>(threadIdx.x) >= d) upto += below;
-    }
-    const int total = __shfl_sync(kAll, upto, kWarp - 1);
-    if (slot >= total) {
-      if (threadIdx.x == 0) *found = -1;
-    } else if (upto - mine <= slot && slot < upto) {
-      uint32_t rest = word;
-      for (int below = upto - mine; below < slot; ++below) rest &= rest - 1;  // drops the lowest bit
-      *found = static_cast<int>(threadIdx.x) * 32 + __ffs(static_cast<int>(rest)) - 1;
-    }
+  for (int d = 1; d < kWarp; d *= 2) {
+    const int below = __shfl_up_sync(kAll, upto, d);
+    if (lane >= d) upto += below;
   }
-  __syncthreads();
-  return *found;
+  const bool here = upto - mine <= slot && slot < upto;
+  uint32_t rest = word;
+  for (int below = upto - mine; here && below < slot; ++below) rest &= rest - 1;  // drops the lowest bit
+  const unsigned owner = __ballot_sync(kAll, here);
+  if (owner == 0) return -1;
+  return __shfl_sync(kAll, lane * 32 + __ffs(static_cast<int>(rest)) - 1, __ffs(static_cast<int>(owner)) - 1);
 }
 
-// Lists the places row*top_k + choice where `expert` was chosen, rows ascending; returns how many. Called by the whole block.
-__device__ int rows_of_expert(const int32_t* ids, int n_rows, int top_k, int expert, int32_t* list, int* length) {
-  if (threadIdx.x < kWarp) {
-    int n = 0;
-    for (int base = 0; base < n_rows; base += kWarp) {
-      const int m = base + static_cast<int>(threadIdx.x);
-      int place = -1;
-      for (int j = 0; m < n_rows && j < top_k; ++j) {
-        if (ids[m * top_k + j] == expert) place = m * top_k + j;
-      }
-      const unsigned chosen = __ballot_sync(kAll, place >= 0);
-      if (place >= 0) list[n + __popc(chosen & ((1u << threadIdx.x) - 1))] = place;
-      n += __popc(chosen);
+// Lists the places row*top_k + choice where `expert` was chosen, rows ascending; returns how many. Called by one warp.
+__device__ int places_of(const int32_t* ids, int n_rows, int top_k, int expert, int32_t* list) {
+  const int lane = threadIdx.x % kWarp;
+  int n = 0;
+  for (int base = 0; base < n_rows; base += kWarp) {
+    const int m = base + lane;
+    int place = -1;
+#pragma unroll 4
+    for (int j = 0; j < top_k; ++j) {
+      if (m < n_rows && ids[m * top_k + j] == expert) place = m * top_k + j;
     }
-    if (threadIdx.x == 0) *length = n;
+    const unsigned chosen = __ballot_sync(kAll, place >= 0);
+    if (place >= 0) list[n + __popc(chosen & ((1u << lane) - 1))] = place;
+    n += __popc(chosen);
   }
-  __syncthreads();
-  return *length;
+  return n;
 }
 
 // silu(gate)*up of the row that is this lane's.
@@ -94,7 +87,6 @@ __global__ __launch_bounds__(kTileThreads, 1) void gate_up_kernel(const __grid_c
   __shared__ float squares[kTileWarps][TM];
   __shared__ uint32_t set[kExpertWords];
   __shared__ int found, length;
-  allow_next();
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
   const float* x[TM];
 
@@ -129,9 +121,14 @@ __global__ __launch_bounds__(kTileThreads, 1) void gate_up_kernel(const __grid_c
     __syncthreads();
   } else {
     list = reinterpret_cast<int32_t*>(xs + kTileFloats);  // [max_rows], after the tile
-    expert = distinct_expert(p.ids, n_rows * p.top_k, slot, set, &found);
+    if (warp == 0) {
+      const int chosen = distinct_expert(p.ids, n_rows * p.top_k, slot, set);
+      const int n = chosen < 0 ? 0 : places_of(p.ids, n_rows, p.top_k, chosen, list);
+      if (lane == 0) found = chosen, length = n;
+    }
+    __syncthreads();
+    expert = found, rows = length;
     if (expert < 0) return;
-    rows = rows_of_expert(p.ids, n_rows, p.top_k, expert, list, &length);
   }
   KD_ASSERT(expert >= 0 && expert < p.gate.e, "moe: an expert id out of range");
   const size_t row = static_cast<size_t>(expert) * p.gate.n + min(i, p.gate.n - 1);
@@ -196,7 +193,6 @@ __device__ __forceinline__ void row_products(float (&acc)[COLUMNS], const Weight
 template <WeightKind KIND, int VEC, int OUTPUTS, int COLUMNS>
 __global__ __launch_bounds__(kTileThreads, 1) void down_kernel(const __grid_constant__ DownParams p) {
   extern __shared__ float product[];  // [top_k + 1, OUTPUTS]
-  allow_next();
   wait_for_previous();
   const int m = blockIdx.x, d0 = blockIdx.y * OUTPUTS, lane = threadIdx.x % kWarp;
   if (m > 0 && m >= active_rows(p.n_rows, p.max_rows)) return;

@@ -15,14 +15,14 @@ struct Best {
   int id;
 };
 
-// The greater value, and of equal ones the lower id, over the warp.
+// The greater value, and of equal ones the lower id, over the warp. Compared as integers in the order of the floats, -0 as +0,
+// because the hardware reduces integers over a warp in one instruction.
 __device__ __forceinline__ Best warp_best(Best mine) {
-#pragma unroll
-  for (int mask = kWarp / 2; mask > 0; mask /= 2) {
-    const Best other{__shfl_xor_sync(kAll, mine.value, mask), __shfl_xor_sync(kAll, mine.id, mask)};
-    if (other.value > mine.value || (other.value == mine.value && other.id < mine.id)) mine = other;
-  }
-  return mine;
+  const int bits = __float_as_int(mine.value == 0.f ? 0.f : mine.value);
+  const int order = bits < 0 ? bits ^ 0x7fffffff : bits;
+  const int top = __reduce_max_sync(kAll, order);
+  const int id = __reduce_min_sync(kAll, order == top ? mine.id : INT32_MAX);
+  return {__int_as_float(top < 0 ? top ^ 0x7fffffff : top), id};
 }
 
 // A lane's best of entries lane, lane+32, ... of n; an entry at -inf counts as gone. Nothing left: id n.
@@ -55,7 +55,6 @@ __global__ __launch_bounds__(kWarp) void router_kernel(RouterArgs a) {
   float* group = choice + a.experts;    // [n_group] sum of its two best
   int* kept = reinterpret_cast<int*>(group + a.n_group);  // [n_group]
   int* taken = kept + a.n_group;        // [top_k]
-  allow_next();
   const int lane = threadIdx.x, m = blockIdx.x;
   wait_for_previous();
   if (m > 0 && m >= a.state->n_rows) return;

@@ -10,7 +10,6 @@ using namespace cuda;
 constexpr int kThreads = 256;
 
 __global__ void embed_kernel(float* out, const float* table, int dim, const int32_t* tokens, const int32_t* n_rows) {
-  allow_next();
   wait_for_previous();
   const int m = blockIdx.x;
   if (m >= *n_rows) return;
@@ -23,7 +22,6 @@ __global__ void embed_kernel(float* out, const float* table, int dim, const int3
 // Sum of squares: thread t adds k = t, t+256, ... ascending; butterfly over lanes, then warps in order.
 __global__ void rms_norm_kernel(float* out, const float* x, const float* w, float eps, int dim, const int32_t* n_rows) {
   __shared__ float squares[kThreads / kWarp];
-  allow_next();
   wait_for_previous();
   const int m = blockIdx.x;
   if (m >= *n_rows) return;

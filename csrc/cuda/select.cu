@@ -71,7 +71,6 @@ __device__ void conclude(const SelectParams& p, int m, const Pick& best) {
 
 template <bool SAMPLE>
 __global__ __launch_bounds__(kThreads) void select_kernel(const __grid_constant__ SelectParams p) {
-  allow_next();
   wait_for_previous();
   const int m = blockIdx.y;
   if (m > 0 && m >= p.state->n_rows) return;
@@ -100,7 +99,6 @@ __global__ __launch_bounds__(kThreads) void select_kernel(const __grid_constant_
 }
 
 __global__ __launch_bounds__(kThreads) void select_slices_kernel(const __grid_constant__ SelectParams p, int slices) {
-  allow_next();
   wait_for_previous();
   const int m = blockIdx.x;
   if (m > 0 && m >= p.state->n_rows) return;

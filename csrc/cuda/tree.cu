@@ -25,7 +25,6 @@ __device__ void publish(const TreePlan& plan, int depth, const Key* keys, int n,
 __global__ __launch_bounds__(kTreeThreads) void rank_kernel(TreeBuildArgs a, TreePlan plan) {
   extern __shared__ Key keys[];
   __shared__ RankShared s;
-  allow_next();
   wait_for_previous();
   const int segment = blockIdx.x, depth = blockIdx.y, begin = segment * kTreeSegment;
   if (depth >= depth_limit(a)) return;
@@ -59,7 +58,6 @@ __global__ __launch_bounds__(kTreeThreads) void rank_kernel(TreeBuildArgs a, Tre
 __global__ __launch_bounds__(kTreeThreads) void merge_kernel(TreeBuildArgs a, TreePlan plan) {
   extern __shared__ Key keys[];
   __shared__ RankShared s;
-  allow_next();
   wait_for_previous();
   const int depth = blockIdx.x;
   if (depth >= depth_limit(a)) return;
@@ -156,7 +154,6 @@ __device__ int grow(const TreePlan& plan, Growth& g, int depths, int rows) {
 __global__ __launch_bounds__(kTreeThreads, 1) void grow_kernel(TreeBuildArgs a, TreePlan plan) {
   extern __shared__ __align__(16) char shared[];
   __shared__ int depths, n_rows;
-  allow_next();
   wait_for_previous();
   Growth g(shared, a.budget);
   if (threadIdx.x == 0) depths = depth_limit(a);
