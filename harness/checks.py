@@ -14,7 +14,7 @@ import numpy as np
 from harness.cells import Check, Findings, Verdict
 from harness.compare import bits, exactly
 from harness.golden import Golden
-from harness.golden_checks import against_golden, recorded, rounds, shared, taps
+from harness.golden_checks import against_golden, cache, recorded, rounds, shared, taps
 from harness.protocol import F32, Decoded, DecodeRequest, Engine, Session
 from harness.widths import check_widths
 from refs.sampling import choose
@@ -31,15 +31,16 @@ def run_checks(engine: Engine, session: Session, golden: Golden, drafter: str, s
         ar = session.decode(golden.request())
         ar_cache = _caches(session, golden)
     session.reset_counters()
+    stale = {name: count for name, count in session.counters().items() if count}
     decoded = session.decode(request)
     found.kernels = {name: int(count) for name, count in session.counters().items()}
     found.times = {"prefill": decoded.prefill_seconds, "decode": decoded.decode_seconds}
-    cache = _caches(session, golden) if drafter else []
+    layers = _caches(session, golden)
 
     against_golden(found, golden, decoded)
     if ar is not None:
         rounds(found, golden.rounds(drafter), decoded)
-        found.checks += _against_ar(decoded, ar, cache, ar_cache)
+        found.checks += _against_ar(decoded, ar, layers, ar_cache)
     found.checks.append(_counts(decoded, drafter))
     found.checks += _stream(session, request, decoded)
     if ar is not None:
@@ -51,7 +52,9 @@ def run_checks(engine: Engine, session: Session, golden: Golden, drafter: str, s
         found.checks += _draws(session, golden, seed)
         found.checks += _stepping(session, golden, decoded)
         found.checks += taps(found, session, golden, decoded)
+        found.checks += cache(golden, layers, decoded)
     found.checks += _kernels(engine, golden, found.kernels)
+    found.checks.append(exactly("kernels.reset", len(stale), Verdict.FAIL_KERNEL, f"counted after a reset: {stale}"))
     guard = session.broken_guard()
     found.checks.append(exactly("guards", int(bool(guard)), Verdict.FAIL_KERNEL, f"written outside of {guard}"))
     return found

@@ -75,6 +75,10 @@ class Golden:
         order = sorted(names, key=lambda name: [int(part) if part.isdigit() else -1 for part in re.split(r"\.", name)])
         return {name: self.file.tensor(prefix + name) for name in order}
 
+    def cache(self, layer: int) -> tuple[F64, F64]:
+        """The rows a layer's cache holds after the decode: latent [n+T, R], rotated k_rope [n+T, P]."""
+        return self._golden(f"cache.layers.{layer}.latent"), self._golden(f"cache.layers.{layer}.k_rope")
+
     def tolerance(self, name: str) -> float:
         """The bundle's bound for ``logits`` or a tap."""
         table = self.meta["tolerance"][self.precision]

@@ -6,6 +6,8 @@ numbers first left the golden ones.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from harness import compare
@@ -116,6 +118,17 @@ def _row(tree: Tree, row: int) -> str:
     if row >= min(len(tree.tokens), len(tree.parents)):
         return f"no such row ({len(tree.tokens)} rows)"
     return f"token {tree.tokens[row]} under row {tree.parents[row]}"
+
+
+def cache(golden: Golden, layers: Sequence[tuple[F32, F32]], decoded: Decoded) -> list[Check]:
+    """Every layer's cache after the decode: its length, its latents and its rotated keys."""
+    checks: list[Check] = []
+    if decoded.tokens == golden.tokens:
+        for layer, rows in enumerate(layers):
+            for name, got, want in zip(("latent", "k_rope"), rows, golden.cache(layer), strict=True):
+                bound = golden.tolerance(f"layers.{layer}.mla.{name}")
+                checks += compare.tensor(f"cache.layers.{layer}.{name}", got, want, bound)
+    return checks
 
 
 def taps(found: Findings, session: Session, golden: Golden, decoded: Decoded | None = None) -> list[Check]:

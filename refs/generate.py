@@ -141,7 +141,8 @@ def layout(result: Result) -> tuple[dict[str, int | float], dict[str, Array]]:
         tensors[at + "logits"] = golden.logits
         for name in golden.noise:
             if name != "logits":
-                tensors[at + "taps." + name] = golden.taps[name]
+                kind = "cache." if ".mla." in name else "taps."
+                tensors[at + kind + name.replace(".mla.", ".")] = golden.taps[name]
         for drafter, rounds in golden.rounds.items():
             tensors[f"draft.{precision}.{drafter}"] = golden.drafts[drafter]
             trees = [tree for tree, _ in rounds]

@@ -99,6 +99,12 @@ def compute(
     return Golden(prompt, unstopped, tokens, logits, taps, drafts, rounds, noise, margins, ties)
 
 
+def is_stored(tap: str) -> bool:
+    """Whether a bundle holds the rows of ``tap``: the residual stream, the cache rows and the logits."""
+    cached = tap.endswith((".mla.latent", ".mla.k_rope"))
+    return cached or tap in ("embed", "logits") or (tap.endswith(".out") and ".mla." not in tap)
+
+
 def _noise(models: Mapping[str, Model], taps: Mapping[str, F], rows: list[int]) -> tuple[dict[str, float], float]:
     """Per stored tap, and for the routers' biased scores, the greatest error of float32 in the worse order."""
     noise: dict[str, float] = {}
@@ -111,7 +117,7 @@ def _noise(models: Mapping[str, Model], taps: Mapping[str, F], rows: list[int]) 
             error = np.abs(value.astype(np.float64) - taps[name])
             if name.endswith("moe.router_logits"):
                 router = max(router, float(np.abs(sigmoid(value).astype(np.float64) - sigmoid(taps[name])).max()))
-            if name in ("embed", "logits") or (name.endswith(".out") and "mla" not in name):
+            if is_stored(name):
                 noise[name] = max(noise.get(name, 0.0), float(error.max()))
     return noise, router
 

@@ -61,6 +61,9 @@ def test_a_bundle_holds_what_the_page_lists(name: str) -> None:
         }
         for tap in ("embed", *(f"layers.{i}.out" for i in range(made.model.num_layers))):
             want[at + "taps." + tap] = ((n + t, d), "f64")
+        for i in range(made.model.num_layers):
+            want[at + f"cache.layers.{i}.latent"] = ((n + t, made.model.kv_lora_rank), "f64")
+            want[at + f"cache.layers.{i}.k_rope"] = ((n + t, made.model.qk_rope_head_dim), "f64")
         for drafter in run.drafters:
             rounds = file.tensor(f"{at}{drafter}.size").size
             rows = run.draft_rows or run.max_tokens - 1
@@ -80,7 +83,8 @@ def test_a_bundle_holds_what_the_page_lists(name: str) -> None:
         known |= set(want)
         for tensor, (shape, kind) in want.items():
             assert (file.entries[tensor].shape, file.entries[tensor].dtype) == (shape, kind), tensor
-        names = {"logits", "embed", *(f"layers.{i}.out" for i in range(made.model.num_layers))}
+        inside = ("out", "mla.latent", "mla.k_rope")
+        names = {"logits", "embed", *(f"layers.{i}.{tap}" for i in range(made.model.num_layers) for tap in inside)}
         assert set(meta["noise"][precision]) == set(meta["tolerance"][precision]) == names
         for key, noise in meta["noise"][precision].items():
             assert meta["tolerance"][precision][key] == meta["multiple"] * noise
