@@ -205,7 +205,7 @@ def _key(
         "capabilities": list(capabilities),
         "torch": [torch.__version__, torch.version.git_version, torch.version.cuda, torch.compiled_with_cxx11_abi()],
         "machine": [platform.system(), platform.machine(), platform.libc_ver()],
-        "root": str(ROOT),  # debug information and error messages hold it
+        "root": str(ROOT) if "-g" in flags["cxx"] else "",  # debug information holds it, a release build nothing of it
     }
     digest.update(json.dumps(about, sort_keys=True).encode())
     return digest.hexdigest()[:20]
@@ -268,6 +268,10 @@ def _make(
     folder = Path(tempfile.mkdtemp(dir=final.parent, prefix=f".{final.name}.", suffix=".part"))
     folder.chmod(0o755)  # mkdtemp's 0700 would shut other users of a shared cache out
     changes = {}
+    local = [] if "-g" in flags["cxx"] else [f"-ffile-prefix-map={ROOT}=."]  # equal sources: equal builds, wherever
+    if local and not re.search(r"[\s,'\"]", str(ROOT)):
+        # Not among the CUDA flags: a path with the letters of "arch" there would drop cpp_extension's -gencode flags.
+        changes["NVCC_PREPEND_FLAGS"] = f"{os.environ.get('NVCC_PREPEND_FLAGS', '')} -Xcompiler {local[0]}"
     if capabilities:
         changes["TORCH_CUDA_ARCH_LIST"] = ";".join(capabilities)
     with contextlib.suppress(ImportError):
@@ -277,7 +281,7 @@ def _make(
     values = {
         "name": NAME,
         "sources": [str(p) for p in files],
-        "extra_cflags": flags["cxx"],
+        "extra_cflags": [*flags["cxx"], *local],
         "extra_cuda_cflags": flags["cuda"],
         "extra_sycl_cflags": [],
         "extra_ldflags": list(flags["link"]),

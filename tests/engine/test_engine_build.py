@@ -9,6 +9,7 @@ import ctypes
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -83,6 +84,22 @@ def test_every_input_is_in_the_key(tree: Path, monkeypatch: pytest.MonkeyPatch, 
     (tree / "csrc" / "cpu" / "more.cpp").unlink()
     (tree / "harness" / "build.py").write_text(Path(ROOT / "harness" / "build.py").read_text())
     assert build() == seen[0]
+
+
+def test_equal_sources_are_one_build_wherever_they_lie(
+    tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A release build holds nothing of its folder's name, so checkouts share it; a debug build is their own."""
+    (tree / "csrc" / "value.cpp").write_text(SOURCE + 'extern "C" const char* file() { return __FILE__; }\n')
+    first, debug = build(), build(debug=True)
+    assert bytes(tree) not in first.read_bytes()
+    other = tmp_path / "another place"
+    shutil.copytree(tree, other)
+    monkeypatch.setattr(builder, "ROOT", other)
+    monkeypatch.setattr(builder, "CSRC", other / "csrc")
+    monkeypatch.setattr(builder, "__file__", str(other / "harness" / "build.py"))
+    assert build() == first
+    assert build(debug=True) != debug
 
 
 def test_another_torch_is_another_build(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
