@@ -178,7 +178,7 @@ def _handed(config: pytest.Config) -> dict[str, Any] | None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if "cell" not in metafunc.fixturenames:
+    if metafunc.definition.path != MATRIX:
         return
     handed = _handed(metafunc.config)
     if handed is not None:
@@ -256,12 +256,12 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
         session.exitstatus = INFRASTRUCTURE
 
 
-def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+def pytest_terminal_summary(terminalreporter: Any, exitstatus: int, config: pytest.Config) -> None:
     run = config.stash.get(RUN, None)
     if run is not None and run.ledger is not None:
         terminalreporter.section("validation matrix")
         for line in ledgers.summary(run.ledger):
             terminalreporter.write_line(line)
         terminalreporter.write_line(f"ledger: {run.path}")
-    elif run is None and config.getoption("keyword") and not terminalreporter.stats.get("passed"):
+    elif run is None and exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED and config.getoption("keyword"):
         terminalreporter.write_line(f"kdtree: -k {config.getoption('keyword')!r} matches no cell and no test")

@@ -10,7 +10,7 @@ Letters: n prompt tokens, M rows of a step, V vocabulary, B tree budget, T token
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
@@ -211,13 +211,3 @@ class Engine(Protocol):
 
     def kernels(self, precision: str, moe: bool) -> frozenset[str]:
         """Counter names that must be above zero after a decode in this precision (empty: it counts none)."""
-
-
-@dataclass(frozen=True)
-class Capabilities:
-    """What ``kdtree doctor`` says about a device an engine could run on."""
-
-    device: str
-    usable: bool
-    reason: str = ""
-    details: Mapping[str, str] = field(default_factory=dict)

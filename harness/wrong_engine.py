@@ -14,7 +14,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from harness.protocol import F32, Decoded, DecodeRequest, EngineError, RequestError
+from harness.protocol import F32, Decoded, DecodeRequest, DeviceError, EngineError, RequestError
 from harness.reference_engine import ReferenceEngine, ReferenceSession
 from refs.model import Model
 
@@ -41,6 +41,10 @@ def _error(decoded: Decoded) -> Decoded:
     raise EngineError("wrong on purpose")
 
 
+def _device(decoded: Decoded) -> Decoded:
+    raise DeviceError("the context is lost, on purpose")
+
+
 def _tree(decoded: Decoded) -> Decoded:
     first = decoded.rounds[0]
     return replace(
@@ -63,6 +67,7 @@ DDTREE: dict[str, Callable[[Decoded], Decoded]] = {
     "acceptance": lambda d: replace(d, forwards=d.forwards + 1),
     "bitwise": lambda d: _last_row(d, lambda row: np.nextafter(row, np.float32(9))),
     "hang": _hang,
+    "device": _device,
     "crash": _crash,
 }
 

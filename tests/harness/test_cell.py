@@ -69,6 +69,7 @@ PROVOKED = {
     "acceptance": (TREE, Verdict.FAIL_ACCEPTANCE),
     "bitwise": (TREE, Verdict.FAIL_BITWISE),
     "hang": (TREE, Verdict.TIMEOUT),
+    "device": (TREE, Verdict.ERROR),
 }
 
 
@@ -138,6 +139,18 @@ def other_token(decoded: Decoded) -> Decoded:
     return replace(decoded, tokens=(*decoded.tokens[:-1], decoded.tokens[-1] ^ 1))
 
 
+def off_key(rows: tuple[F32, F32], layer: int) -> tuple[F32, F32]:
+    return rows[0], rows[1] + np.float32(1e-3)
+
+
+def one_row_less(rows: tuple[F32, F32], layer: int) -> tuple[F32, F32]:
+    return rows[0][:-1], rows[1][:-1]
+
+
+def one_more(counters: Mapping[str, int]) -> dict[str, int]:
+    return {name: count + 1 for name, count in counters.items()}
+
+
 CALLS = {"cache": 0}
 
 
@@ -160,6 +173,9 @@ TAMPERED: dict[str, tuple[Point, str, Callable[..., Any], Verdict, str]] = {
     "tap gone": (AR, "taps", dropped, Verdict.FAIL_SHAPE, "taps.embed.shape"),
     "tap off": (AR, "taps", off("layers.1.out"), Verdict.FAIL_LOGITS, "taps.layers.1.out.max_abs"),
     "tap bits": (AR, "taps", tap_bits, Verdict.FAIL_BITWISE, "prefill"),
+    "cache off": (AR, "cache", off_key, Verdict.FAIL_LOGITS, "cache.layers.0.k_rope.max_abs"),
+    "cache short": (AR, "cache", one_row_less, Verdict.FAIL_SHAPE, "cache.layers.0.latent.shape"),
+    "no reset": (AR, "counters", one_more, Verdict.FAIL_KERNEL, "kernels.reset"),
     "foreign": (AR, "counters", lambda c: {**c, "reference.int4": 1}, Verdict.FAIL_KERNEL, "kernels.foreign"),
     "guard": (AR, "broken_guard", lambda _: "kv cache", Verdict.FAIL_KERNEL, "guards"),
     "no rounds": (TREE, "decode", in_trees(lambda d: replace(d, rounds=())), Verdict.FAIL_ACCEPTANCE, "accepted"),

@@ -74,6 +74,21 @@ def test_a_worker_that_dies_costs_its_cell_alone(tmp_path: Path) -> None:
             assert f"again: nox -s test -- -k {cell.id} --engine wrong:crash" in done.stdout
 
 
+def test_a_lost_device_ends_the_worker_after_its_cell_is_recorded(tmp_path: Path) -> None:
+    options = ("--engine", "wrong:device", "-k", "tiny2 and fp32")
+    done = run(*options, "-n", "1", "--run-dir", str(tmp_path / "one"))
+    assert done.returncode == 1, done.stdout + done.stderr
+    cells = ledgers.read(tmp_path / "one").cells
+    assert Counter(cell.verdict for cell in cells) == {Verdict.PASS: 1, Verdict.ERROR: 3}
+    assert all("DeviceError: the context is lost" in cell.detail for cell in cells if cell.verdict is Verdict.ERROR)
+    assert len({cell.worker for cell in cells}) == 3  # AR shares the worker that the first DDTree cell ends
+
+    alone = run(*options, "--run-dir", str(tmp_path / "two"))
+    assert alone.returncode == 3
+    counts = Counter(cell.verdict for cell in ledgers.read(tmp_path / "two").cells)
+    assert counts == {Verdict.PASS: 1, Verdict.ERROR: 1, Verdict.NOT_RUN: 2}
+
+
 def test_a_run_that_stops_early_owns_up_to_what_it_did_not_run(tmp_path: Path) -> None:
     done = run("--engine", "wrong:error", "-x", "-k", "tiny2 and fp32", "--run-dir", str(tmp_path / "one"))
     assert done.returncode == 1
