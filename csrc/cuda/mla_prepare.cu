@@ -16,6 +16,8 @@ using namespace cuda;
 constexpr int kThreads = 256;
 constexpr int kAhead = 8;  // weight rows a thread has in flight
 
+__host__ __device__ constexpr int whole(int n) { return (n + kAhead - 1) / kAhead * kAhead; }
+
 // (a, b) -> (a cos - b sin, a sin + b cos)
 __device__ __forceinline__ float2 rotate(float2 pair, float2 cos_sin) {
   return make_float2(__fmaf_rn(pair.x, cos_sin.x, -__fmul_rn(pair.y, cos_sin.y)), __fmaf_rn(pair.x, cos_sin.y, __fmul_rn(pair.y, cos_sin.x)));
@@ -73,7 +75,7 @@ __device__ void rotate_rows(const PrepareParams& p, int m0, int n_rows, int kv_l
 
 template <int TM>
 __global__ __launch_bounds__(kThreads, 1) void prepare_kernel(const __grid_constant__ PrepareParams p, int column_blocks) {
-  extern __shared__ float nope[];  // [TM, dims.nope]
+  extern __shared__ __align__(16) float nope[];  // [TM, whole(dims.nope)], zeros past dims.nope
   const int m0 = blockIdx.y * TM;
   const int head = blockIdx.x / column_blocks, column_block = blockIdx.x % column_blocks;
   if (head >= p.dims.heads) {
@@ -97,9 +99,10 @@ __global__ __launch_bounds__(kThreads, 1) void prepare_kernel(const __grid_const
   wait_for_previous();
   const int n_rows = active_rows(&p.state->n_rows, p.max_rows);
   if (m0 > 0 && m0 >= n_rows) return;
-  for (int i = threadIdx.x; i < TM * n; i += kThreads) {
-    const int m = min(m0 + i / n, p.max_rows - 1);  // rows that do not count harm nobody
-    nope[i] = p.q[(static_cast<size_t>(m) * p.dims.heads + head) * q_dim + i % n];
+  const int stride = whole(n);
+  for (int i = threadIdx.x; i < TM * stride; i += kThreads) {
+    const int m = min(m0 + i / stride, p.max_rows - 1), k = i % stride;  // rows that do not count harm nobody
+    nope[i] = k < n ? p.q[(static_cast<size_t>(m) * p.dims.heads + head) * q_dim + k] : 0.f;
   }
   __syncthreads();
   float acc[TM] = {};
@@ -113,9 +116,8 @@ __global__ __launch_bounds__(kThreads, 1) void prepare_kernel(const __grid_const
     }
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) {
-      if (base + i >= n) break;
 #pragma unroll
-      for (int t = 0; t < TM; ++t) acc[t] = __fmaf_rn(nope[t * n + base + i], v[i], acc[t]);
+      for (int t = 0; t < TM; ++t) acc[t] = __fmaf_rn(nope[t * stride + base + i], v[i], acc[t]);
     }
   }
 #pragma unroll
@@ -141,7 +143,7 @@ void CudaBackend::mla_prepare(const MlaPrepareArgs& a) {
   const PrepareParams p{a.dims, a.q, a.kv, a.kv_norm_w, a.eps, a.kv_b, a.cos_sin, a.q_lat, a.q_rope, a.cache, a.rows.depths, rows, a.state};
   const int tm = rows >= 5 ? 8 : rows >= 3 ? 4 : rows;
   const int column_blocks = (a.dims.rank + kThreads - 1) / kThreads;
-  const size_t shared = sizeof(float) * tm * static_cast<size_t>(a.dims.nope);
+  const size_t shared = sizeof(float) * tm * static_cast<size_t>(whole(a.dims.nope));
   const auto kernel = prepare_for(tm);
   reserve_shared(reinterpret_cast<const void*>(kernel), "mla_prepare", shared);
   launch("mla_prepare", kernel, dim3(a.dims.heads * column_blocks + 2, (rows + tm - 1) / tm), kThreads, shared, p, column_blocks);
