@@ -7,6 +7,7 @@ At the end the run says how many random models agreed; near-ties beyond 1 % of t
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,9 @@ class Summary:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """With xdist the controller alone sums up."""
+    """One thread a process: these models are so small that threads only wait for each other. With xdist the controller
+    alone sums up."""
+    if _asked_for(config):
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(Summary(), "oracle-summary")
