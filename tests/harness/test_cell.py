@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +20,7 @@ from harness.matrix import Point
 from harness.protocol import F32, Decoded, DecodeRequest, DeviceError, NonFiniteError, OutOfMemory, Session
 from harness.reference_engine import ReferenceEngine, ReferenceSession
 from harness.runner import Runner, describe
+from harness.sources import ROOT
 from refs.model import Model
 
 AR, TREE = Point("fp32", "ar", "micro", "", "cpu"), Point("int4", "ddtree", "micro", "noisy", "cpu")
@@ -54,6 +56,13 @@ def test_the_reference_passes(micro: Path, point: Point) -> None:
     forwards = len(cell.acceptance) or 12
     assert cell.kernels == {f"reference.{point.precision}": 1 + forwards}  # the prefill, and nothing of other decodes
     assert sum(cell.acceptance) == (12 if point.drafter else 0)
+
+
+def test_every_check_is_described(micro: Path) -> None:
+    names = {check.name for point in (AR, TREE) for check in run(micro, point).checks}
+    page = (ROOT / "docs" / "harness.md").read_text("utf-8")
+    described = set(re.findall(r"`([a-z0-9_.]+)`", page))
+    assert {name for name in names if not name.startswith(("taps.", "cache."))} - described == set()
 
 
 PROVOKED = {
@@ -177,6 +186,15 @@ TAMPERED: dict[str, tuple[Point, str, Callable[..., Any], Verdict, str]] = {
     "cache short": (AR, "cache", one_row_less, Verdict.FAIL_SHAPE, "cache.layers.0.latent.shape"),
     "no reset": (AR, "counters", one_more, Verdict.FAIL_KERNEL, "kernels.reset"),
     "foreign": (AR, "counters", lambda c: {**c, "reference.int4": 1}, Verdict.FAIL_KERNEL, "kernels.foreign"),
+    "reset": (AR, "counters", lambda c: {**c, "other": 1}, Verdict.FAIL_KERNEL, "kernels.reset"),
+    "cache row": (AR, "cache", lambda r, _: (r[0][:-1], r[1]), Verdict.FAIL_SHAPE, "cache.layers.0.latent.shape"),
+    "cache off": (
+        AR,
+        "cache",
+        lambda r, _: (r[0], r[1] + np.float32(1e-3)),
+        Verdict.FAIL_LOGITS,
+        "cache.layers.0.k_rope.max_abs",
+    ),
     "guard": (AR, "broken_guard", lambda _: "kv cache", Verdict.FAIL_KERNEL, "guards"),
     "no rounds": (TREE, "decode", in_trees(lambda d: replace(d, rounds=())), Verdict.FAIL_ACCEPTANCE, "accepted"),
     "accepted": (TREE, "decode", in_trees(last_round), Verdict.FAIL_ACCEPTANCE, "accepted"),
