@@ -26,6 +26,7 @@ from harness.sources import ROOT, describe
 from harness.waivers import Waiver, WaiverError, load
 
 WAIVERS = "waivers.yaml"
+LISTED = 20  # findings of one kind; where everything is missing, the first few say so
 
 
 def _describe(ledger: Ledger, waivers: Sequence[Waiver]) -> str:
@@ -44,8 +45,12 @@ def _say(path: Path, ledger: Ledger | None, findings: Sequence[Finding], demand:
         print(json.dumps({**content, "findings": [asdict(finding) for finding in findings]}, indent=1))
         return
     width = max((len(finding.kind) for finding in findings), default=0)
-    for finding in findings:
-        print(f"  {finding.kind:<{width}}  {finding.message}")
+    for kind in dict.fromkeys(finding.kind for finding in findings):
+        alike = [finding for finding in findings if finding.kind == kind]
+        for finding in alike[:LISTED]:
+            print(f"  {kind:<{width}}  {finding.message}")
+        if len(alike) > LISTED:
+            print(f"  {kind:<{width}}  ... and {len(alike) - LISTED} more; --json lists them all")
     if demand and ledger and demand.sources.dirty:
         print(f"  note: {len(demand.sources.dirty)} files of this checkout are not committed")
     word = "open" if outcome == PASSED else f"CLOSED by {len(findings)} finding{'s' if len(findings) > 1 else ''}"

@@ -89,6 +89,6 @@ def page(view: View, comparison: Comparison | None = None) -> str:
     )
 
 
-def history_page(history: History) -> str:
-    """Margins, times and acceptance over runs."""
-    return _render("history.html.jinja", history=history)
+def history_page(history: History, folder: str = ".") -> str:
+    """Margins, times and acceptance over runs; ``folder`` leads from the page to the folder of the runs."""
+    return _render("history.html.jinja", history=history, folder=folder)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -147,7 +148,8 @@ def _history(options: argparse.Namespace) -> list[Path]:
         if not options.html:
             return []
     target = options.html or options.history / HISTORY
-    write_atomic(target, history_page(history).encode())
+    folder = Path(os.path.relpath(options.history, target.parent)).as_posix()
+    write_atomic(target, history_page(history, folder).encode())
     return [target]
 
 

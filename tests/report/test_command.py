@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
@@ -73,9 +74,16 @@ def test_history_of_a_folder(folder: Path, tmp_path: Path, capsys: Capture) -> N
     said = json.loads(capsys.readouterr().out.partition("history.html\n")[2])
     assert [run["passed"] for run in said["runs"]] == [15]
     assert len(said["runs"][0]["cells"]) == 19
-    out = tmp_path / "h.html"
+
+
+@pytest.mark.parametrize("place", ["reports/history.html", "h.html", "deep/er/h.html"])
+def test_a_history_leads_to_its_runs_from_wherever_it_lies(folder: Path, tmp_path: Path, place: str) -> None:
+    out = tmp_path / place
+    assert main([str(folder)]) == PASSED
     assert main(["--history", str(folder.parent), "--html", str(out)]) == PASSED
-    assert out.read_text("utf-8").startswith("<!doctype html>")
+    (link,) = re.findall(r'<a href="([^"#]+)"', out.read_text("utf-8"))
+    assert (out.parent / link).resolve() == (folder / "index.html").resolve()
+    assert (out.parent / link).is_file()
 
 
 @pytest.mark.parametrize("content", [None, "{}", "not json"])

@@ -359,6 +359,18 @@ def test_plain_output_ends_with_the_answer(
     assert lines[-1].startswith("gate: CLOSED by 1 finding: 19 of 20 expected cells passed on cpu")
 
 
+def test_a_long_list_of_one_kind_is_cut_and_counted(
+    checkout: Path, green: Ledger, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    larger = runs.light({**runs.TABLE, **{f"more{i}": () for i in range(15)}}, sources=green.sources)
+    (tmp_path / "ledger.json").write_bytes(ledger_bytes(larger))
+    assert gate.main([str(tmp_path)], checkout) == INFRASTRUCTURE
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == gate.LISTED + 2
+    assert lines[-2].endswith("... and 10 more; --json lists them all")
+    assert "CLOSED by 30 findings" in lines[-1]
+
+
 def test_the_answer_stands_when_nobody_reads_the_reasons(tmp_path: Path) -> None:
     read_end, write_end = os.pipe()
     os.close(read_end)
