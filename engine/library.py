@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -46,7 +47,10 @@ def _loaded(kind: str) -> Any:
 
 
 def library(device: str) -> Any:
-    """The ``torch.ops`` namespace of the build for ``device``; `harness.build.BuildError` if it cannot be built."""
+    """The ``torch.ops`` namespace of the build for ``device``; `harness.build.BuildError` if it cannot be built.
+
+    ``KDTREE_SANITIZE`` (address, thread) asks for an instrumented build, whose runtime must be preloaded.
+    """
     if re.fullmatch(r"cpu|cuda(:\d{1,3})?", device) is None:
         raise protocol.DeviceError(f"device {device!r}: known are cpu, cuda and cuda:N")
     return _loaded(device.partition(":")[0])

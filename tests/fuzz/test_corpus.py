@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import pytest
 
 import engine
-from harness.protocol import ConfigError, EngineError, FormatError, MissingTensor
+from harness.protocol import ConfigError, FormatError, MissingTensor
 from refs import kdtr
 from tests.fuzz.seeds import CORPUS, seeds
 
@@ -40,13 +41,10 @@ def test_both_readers_agree(path: Path) -> None:
         python = ""
     except kdtr.KdtrError as error:
         python = str(error)
-    try:
+    if python:
+        with pytest.raises(FormatError) as caught:
+            engine.create("cpu").load(path, "fp32", max_rows=1)
+        assert str(caught.value).startswith(f"{path}: "), python
+        return
+    with contextlib.suppress(ConfigError, MissingTensor):  # the format is right, the model need not be
         engine.create("cpu").load(path, "fp32", max_rows=1).close()
-        cpp = ""
-    except FormatError as error:
-        cpp = str(error)
-        assert cpp.startswith(f"{path}: ")
-    except EngineError as error:
-        cpp = ""
-        assert isinstance(error, (ConfigError, MissingTensor)), error
-    assert (cpp == "") == (python == ""), f"C++ {cpp!r}, Python {python!r}"
