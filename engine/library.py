@@ -42,7 +42,8 @@ def use(kind: str, path: Path) -> None:
 def _loaded(kind: str) -> Any:
     import torch
 
-    torch.ops.load_library(str(_prebuilt.get(kind) or build(kind)))
+    sanitize = os.environ.get("KDTREE_SANITIZE") or None
+    torch.ops.load_library(str(_prebuilt.get(kind) or build(kind, sanitize=sanitize)))
     return getattr(torch.ops, NAMESPACE[kind])
 
 
