@@ -13,9 +13,9 @@ from typing import Any
 from harness import ledger as ledgers
 from harness.cells import INFRASTRUCTURE, PASSED, Verdict, exit_status
 from harness.hosts import Host, HostsError
-from harness.matrix import MatrixError, expected, select
+from harness.matrix import expected, select
 from harness.remote import INTERRUPTED
-from harness.remote_console import Console
+from harness.remote_console import Console, put
 from harness.remote_look import as_json, dry_run, examine
 from harness.remote_run import KNOWN, HostRun, Order, able, assemble, pools
 from harness.report import write_reports
@@ -48,8 +48,6 @@ def _order(options: argparse.Namespace, hosts: Sequence[Host], line: str, rest: 
     points = expected(devices)
     if options.k:
         points = select(points, options.k)
-    if not points:
-        raise MatrixError(f"-k {options.k!r} matches no cell; kdtree matrix --list shows them")
     for point in points:
         without = [host.name for host in hosts if not able(host, point)]
         if without and (options.each or len(without) == len(hosts)):
@@ -111,16 +109,18 @@ def _matrix(order: Order, hosts: Sequence[Host], tree: Snapshot, console: Consol
     ledger = assemble(order, started, runs)
     path = ledgers.write(ledger, order.run_dir)
     write_reports(ledger, order.run_dir)
-    out = sys.stderr if json_wanted else sys.stdout
+    status = INTERRUPTED if interrupted else exit_status(ledger)
     report = {}
+    lines = []
     for run in runs:
         cells = sum(c.host == run.host.name and c.verdict is not Verdict.NOT_RUN for c in ledger.cells)
         report[run.host.name] = {"cells": cells, "trouble": run.trouble}
-        print(f"{run.host.name}: {cells} cells{f'; {run.trouble}' if run.trouble else ''}", file=out)
-    print("\n".join([*ledgers.summary(ledger), f"ledger: {path}"]), file=out)
-    status = INTERRUPTED if interrupted else exit_status(ledger)
+        lines.append(f"{run.host.name}: {cells} cells{f'; {run.trouble}' if run.trouble else ''}")
+    lines += [*ledgers.summary(ledger), f"ledger: {path}"]
+    put(sys.stderr if json_wanted else sys.stdout, "\n".join(lines) + "\n")
     if json_wanted:
-        print(json.dumps({"run_id": ledger.run_id, "ledger": str(path), "status": status, "hosts": report}))
+        answer = {"run_id": ledger.run_id, "ledger": str(path), "status": status, "hosts": report}
+        put(sys.stdout, json.dumps(answer) + "\n")
     return status
 
 
@@ -129,14 +129,13 @@ def _wait(runs: Sequence[HostRun], stop: threading.Event) -> bool:
 
     Ctrl-C ends what runs there and waits for what comes back; a second one leaves at once.
     """
-    threads = [threading.Thread(target=run.work, daemon=True) for run in runs]
-    for thread in threads:
-        thread.start()
+    for run in runs:
+        threading.Thread(target=run.work, daemon=True).start()
     for last in (False, True):
         try:
-            for thread in threads:
-                while thread.is_alive():
-                    thread.join(0.2)
+            for run in runs:
+                while not run.over.wait(1):  # not join: CPython takes a thread whose join is interrupted for ended
+                    continue
             return stop.is_set()
         except KeyboardInterrupt:
             stop.set()
@@ -147,6 +146,6 @@ def _wait(runs: Sequence[HostRun], stop: threading.Event) -> bool:
     for run in runs:
         if run.session:
             run.session.link.close()
-    for thread in threads:
-        thread.join(2)
+    for run in runs:
+        run.over.wait(2)
     return True

@@ -6,6 +6,7 @@ output is a terminal. Everything also goes to a log per host.
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 import threading
@@ -29,6 +30,17 @@ def clean(line: str, *, colours: bool) -> str:
     return line if colours else line.replace("\x1b", "")
 
 
+def put(stream: TextIO, text: str) -> None:
+    """Write ``text`` at once. When nobody reads any more, the run goes on, and with it its logs and its exit status."""
+    try:
+        stream.write(text)
+        stream.flush()
+    except BrokenPipeError:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())  # else the interpreter's last flush fails and changes the exit status
+        os.close(nowhere)
+
+
 class Console:
     """Where the lines of all hosts meet. ``out`` and ``err`` may be the same stream."""
 
@@ -49,9 +61,7 @@ class Console:
     def _write(self, stream: TextIO, name: str, lines: list[str]) -> None:
         colours = stream.isatty()
         with self._lock:
-            for line in lines:
-                stream.write(f"{name:<{self.width}} | {clean(line, colours=colours)}\n")
-            stream.flush()
+            put(stream, "".join(f"{name:<{self.width}} | {clean(line, colours=colours)}\n" for line in lines))
 
     def sink(self, name: str, log: Path) -> Callable[[bytes, bytes], None]:
         """A function for what ``name`` prints: pieces of two streams; ``(kind, b"")`` ends an unfinished line."""

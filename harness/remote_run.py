@@ -106,7 +106,7 @@ def batch_line(host: Host, order: Order, cells: Sequence[str], run_dir: str) -> 
 
 
 def environment(host: Host, directory: str, workdir: str, *, wheels: bool) -> dict[str, str]:
-    """What the project's commands find in their environment on ``host``."""
+    """What the project's commands find in their environment on ``host``; what hosts.yaml says there comes first."""
     env = {
         "KDTREE_BUNDLES": f"{workdir}/cache/bundles",
         "KDTREE_BUILD": f"{workdir}/cache/build",
@@ -115,8 +115,9 @@ def environment(host: Host, directory: str, workdir: str, *, wheels: bool) -> di
     }
     if host.capabilities:
         env["TORCH_CUDA_ARCH_LIST"] = ";".join(host.capabilities)
+    env.update(host.environment)
     if wheels:
-        env["PYTHONPATH"] = f"{directory}/site"
+        env["PYTHONPATH"] = ":".join(filter(None, [f"{directory}/site", env.get("PYTHONPATH")]))
     return env
 
 
@@ -128,6 +129,8 @@ class HostRun:
     ) -> None:
         self.host, self.order, self.tree, self.pool, self.console = host, order, tree, pool, console
         self._stop = stop
+        self.over = threading.Event()
+        """Set when nothing more happens here."""
         self.shards: list[Ledger] = []
         self.trouble = ""
         """Why the host takes no more cells; empty if it did all there was to do."""
@@ -136,7 +139,13 @@ class HostRun:
         self.folder = order.run_dir / FOLDER / host.name
 
     def work(self) -> None:
-        """Everything, from the connection to the last file fetched. Never raises."""
+        """Everything, from the connection to the last file fetched; at its end, however it comes, ``over`` is set."""
+        try:
+            self._guarded()
+        finally:
+            self.over.set()
+
+    def _guarded(self) -> None:
         try:
             self._work()
         except Stopped:
@@ -148,10 +157,10 @@ class HostRun:
             (self.folder / "error.txt").write_text(traceback.format_exc(), "utf-8")
         finally:
             returned = self.pool.leave(self.host.name)
-            if self.trouble:
-                self._say(f"FAILED: {self.trouble}" + (f"; gives back {len(returned)} cells" if returned else ""))
             if self.session:
                 self.session.close()
+            if self.trouble:
+                self._say(f"FAILED: {self.trouble}" + (f"; gives back {len(returned)} cells" if returned else ""))
 
     def _say(self, text: str) -> None:
         self.console.say(self.host.name, text)

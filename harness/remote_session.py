@@ -55,7 +55,7 @@ class Outcome:
         if self.reason == "limit":
             return f"the time limit ended it after {self.seconds:.0f} s"
         if self.reason:
-            return self.reason
+            return "interrupted"
         if self.signal:
             names = {s.value: s.name for s in signal.Signals}
             hint = " (out of memory?)" if self.signal == signal.SIGKILL else ""

@@ -2,46 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import secrets
-import subprocess
-import sys
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from harness.hosts import Host, Limits
+from harness import sync
+from harness.hosts import Host
+from harness.sources import ROOT
 from harness.ssh import Options
-from tests.remote.sshd import Sshd, keygen, public, require_sshd, ssh_config, user
-
-QUICK = Limits(connect=3, banner=3, auth=3, silence=8, prepare=20, command=20, queue=20)
-
-
-@dataclass(frozen=True)
-class Server:
-    """The server and a client that knows it."""
-
-    sshd: Sshd
-    key: Path
-    authorized: Path
-    known_hosts: Path
-    options: Options
-
-    def host(self, folder: Path, **fields: Any) -> Host:
-        """A host entry for this server, with a directory and a lock of its own."""
-        plain = Host(
-            name="loop",
-            address="127.0.0.1",
-            port=self.sshd.port,
-            user=user(),
-            workdir=str(folder / "far"),
-            python=sys.executable,
-            lock=str(folder / "lock"),
-            limits=QUICK,
-        )
-        return replace(plain, **fields)
+from tests.remote.sshd import Sshd, keygen, public, require_sshd, ssh_config
+from tests.remote.support import Open, Printed, Remote, Server, git, write
 
 
 @pytest.fixture(scope="session")
@@ -64,30 +39,9 @@ def host(server: Server, tmp_path: Path) -> Host:
     return server.host(tmp_path)
 
 
-class Printed:
-    """What commands print, by stream."""
-
-    def __init__(self) -> None:
-        self.streams: dict[bytes, bytearray] = {b"O": bytearray(), b"E": bytearray()}
-
-    def __call__(self, kind: bytes, data: bytes) -> None:
-        self.streams[kind] += data
-
-    @property
-    def out(self) -> str:
-        return self.streams[b"O"].decode()
-
-    @property
-    def err(self) -> str:
-        return self.streams[b"E"].decode()
-
-
 @pytest.fixture
 def printed() -> Printed:
     return Printed()
-
-
-Open = Callable[..., Any]
 
 
 @pytest.fixture
@@ -107,18 +61,6 @@ def connect(server: Server, host: Host, printed: Printed) -> Iterator[Open]:
         session.close()
 
 
-def git(root: Path, *arguments: str) -> None:
-    who = ["-c", "user.name=t", "-c", "user.email=t@example.org", "-c", "init.defaultBranch=main"]
-    subprocess.run(["git", *who, *arguments], cwd=root, check=True, capture_output=True)
-
-
-def write(root: Path, files: Mapping[str, bytes | str]) -> None:
-    for name, content in files.items():
-        path = root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(content if isinstance(content, bytes) else content.encode())
-
-
 @pytest.fixture
 def repo(tmp_path: Path) -> Path:
     """A small repository: tracked, untracked and ignored files, a script, a link."""
@@ -132,3 +74,29 @@ def repo(tmp_path: Path) -> Path:
     git(root, "commit", "-qm", "one")
     write(root, {"new.txt": "untracked\n", "noise.log": "ignored\n", "build/x": "ignored\n"})
     return root
+
+
+@pytest.fixture(scope="session")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The working tree as it is now, committed to a repository of its own but for one file."""
+    root = tmp_path_factory.mktemp("checkout")
+    for name in sync.listed(ROOT):
+        target = root / os.fsdecode(name)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(ROOT / os.fsdecode(name), target, follow_symlinks=False)
+    git(root, "init", "-q")
+    git(root, "add", "-A")
+    git(root, "commit", "-qm", "all")
+    write(root, {"uncommitted.txt": "sent as well"})
+    return root
+
+
+@pytest.fixture
+def remote(server: Server, tmp_path: Path, checkout: Path) -> Remote:
+    return Remote(server, tmp_path, checkout)
+
+
+@pytest.fixture
+def marker() -> str:
+    """A number of seconds that no other process sleeps."""
+    return f"3{secrets.randbelow(10**6):06}.{secrets.randbelow(10**6):06}"

@@ -17,8 +17,8 @@ from harness import sync
 from harness.hosts import Host
 from harness.link import FarError, LinkLost
 from harness.sync import SyncError, working_tree
-from tests.remote.conftest import Open, Server, git, write
 from tests.remote.sshd import Relay, user
+from tests.remote.support import Open, Server, git, write
 
 
 def listing(root: Path | str) -> dict[bytes, tuple[str, int, bytes]]:

@@ -20,8 +20,8 @@ from harness.known_hosts import ChangedHostKey, HostKeyError, RevokedHostKey, Un
 from harness.ssh import ConnectionFailed, Options
 from harness.ssh import connect as ssh_connect
 from harness.ssh_route import RouteError, load_config, route
-from tests.remote.conftest import Open, Server
 from tests.remote.sshd import Relay, Sshd, keygen, public, ssh_config, user
+from tests.remote.support import Open, Server
 
 
 def fingerprint(key: Path) -> str:

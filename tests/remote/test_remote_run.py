@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import os
-import secrets
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,8 +18,8 @@ from harness.hosts import Host, Limits
 from harness.link import LinkLost
 from harness.remote_session import Session, Stopped
 from harness.sync import working_tree
-from tests.remote.conftest import QUICK, Open, Printed, Server
 from tests.remote.sshd import Relay, alive, public
+from tests.remote.support import QUICK, Open, Printed, Server, until
 
 IN_CI = os.environ.get("KDTREE_REQUIRE_SSHD") == "1"
 
@@ -37,21 +35,6 @@ def session(connect: Open, repo: Path) -> Session:
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     """Families here ignore SIGTERM; nobody has to wait the usual time for that."""
     monkeypatch.setattr(remote_session, "GRACE", 1.5)
-
-
-@pytest.fixture
-def marker() -> str:
-    """A number of seconds that no other process sleeps."""
-    return f"3{secrets.randbelow(10**6):06}.{secrets.randbelow(10**6):06}"
-
-
-def until(condition: Callable[[], bool], seconds: float) -> float:
-    """Wait for ``condition``; how long it took. Fails after ``seconds``."""
-    began = time.monotonic()
-    while not condition():
-        assert time.monotonic() - began < seconds, f"not within {seconds} s"
-        time.sleep(0.05)
-    return time.monotonic() - began
 
 
 def test_output_and_status(session: Session, printed: Printed) -> None:

@@ -1,0 +1,300 @@
+"""``kdtree remote`` as its users call it: this working tree's matrix on hosts, and what comes back however it ends.
+
+The hosts are several entries for one server; each has a directory and a lock of its own. What is built and generated
+is taken from this checkout's caches, so that a test costs no compilation.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness import ledger as ledgers
+from harness.cells import Cell, Verdict
+from harness.sources import ROOT
+from tests.remote.sshd import Sshd, alive, public
+from tests.remote.support import ENVIRONMENT, FILTER, Remote, Result, Server, matrix, until_it_says
+
+
+def same(cell: Cell) -> Cell:
+    """A cell without what may differ between two machines or two runs."""
+    return replace(cell, host="", worker="", times={})
+
+
+def test_a_remote_ledger_equals_a_local_one(remote: Remote) -> None:
+    result = remote(remote.host("box"), *matrix())
+    assert result.status == 0, result.out + result.err
+    run_dir = remote.folder / "local" / "run"
+    argv = [sys.executable, "-m", "harness", "test", *matrix(), "--run-dir", str(run_dir)]
+    subprocess.run(argv, cwd=remote.checkout, check=True, capture_output=True, timeout=240, env=ENVIRONMENT)
+    there, here = result.ledger, ledgers.read(run_dir)
+    assert [same(cell) for cell in there.cells] == [same(cell) for cell in here.cells]
+    assert {cell.host for cell in there.cells} == {"box"} == set(there.environments)
+    for field in ("sources", "engine", "expected", "filter", "problems", "schema", "per_host"):
+        assert getattr(there, field) == getattr(here, field), field
+    (mine,), (theirs,) = here.environments.values(), there.environments.values()
+    assert mine == theirs
+    assert there.sources.dirty == ("uncommitted.txt",)
+    assert len(there.cells) >= 2
+    assert (result.run_dir / "junit.xml").read_text().count("<testcase") == len(there.cells)
+    assert f"{len(there.cells)} of {len(there.cells)} expected cells passed" in result.out
+    assert f"ledger: {result.run_dir}/ledger.json" in result.out
+    assert "box | tests/test_matrix.py" in result.out  # live output with the host's name
+    (log,) = result.run_dir.glob("hosts/box/output.log")
+    assert "tests/test_matrix.py" in log.read_text()
+    assert len(list(result.run_dir.glob("hosts/box/*/junit.xml"))) == 1
+
+
+def test_a_failing_cell_is_status_1_and_everything_comes_back(remote: Remote) -> None:
+    result = remote(remote.host("box"), *matrix(k="fp32-ar-prompt1-cpu", engine="wrong:tokens"), "--json")
+    assert result.status == 1, result.out + result.err
+    (cell,) = result.ledger.cells
+    assert (cell.verdict, cell.host) == (Verdict.FAIL_TOKENS, "box")
+    assert result.ledger.problems == ()
+    answer = json.loads(result.out)
+    assert answer["status"] == 1
+    assert answer["hosts"] == {"box": {"cells": 1, "trouble": ""}}
+    assert Path(answer["ledger"]) == result.run_dir / "ledger.json"
+    assert "box | " in result.err
+    assert "<failure" in (result.run_dir / "junit.xml").read_text()
+
+
+def test_two_hosts_share_the_cells(remote: Remote) -> None:
+    result = remote(remote.host("one"), remote.host("two"), *matrix(k="prompt1"))
+    assert result.status == 0, result.out + result.err
+    ledger = result.ledger
+    assert [cell.id for cell in ledger.cells] == list(ledger.expected)
+    assert {cell.host for cell in ledger.cells} == {"one", "two"} == set(ledger.environments)
+    assert not ledger.per_host
+    assert ledger.filter == "prompt1"
+
+
+def test_each_host_runs_every_cell(remote: Remote) -> None:
+    names = [remote.host("one"), remote.host("two")]
+    result = remote(*names, "--each", *matrix(k="fp32-ar-prompt1-cpu", engine="reference"))
+    assert result.status == 0, result.out + result.err
+    ledger = result.ledger
+    assert ledger.per_host
+    assert [(cell.id, cell.host) for cell in ledger.cells] == [("fp32-ar-prompt1-cpu", name) for name in names]
+
+
+@pytest.fixture
+def second(server: Server, tmp_path: Path) -> Iterator[Sshd]:
+    """Another server, to be killed; the client knows it."""
+    sshd = Sshd(tmp_path / "second", server.authorized)
+    with server.known_hosts.open("a") as file:
+        file.write(f"[127.0.0.1]:{sshd.port} {public(sshd.keys[0])}\n")
+    yield sshd
+    sshd.stop()
+
+
+def test_a_host_that_dies_gives_its_cells_to_the_others(remote: Remote, second: Sshd) -> None:
+    """The second host hangs in its first batch and is then killed; all its cells run on the first."""
+    names = [remote.host("good"), remote.host("doomed", port=second.port, prepare=["sleep 3600"])]
+    process, run_dir = remote.start(*names, *matrix(k="prompt1 and fp32"))
+    until_it_says(process, "cells in ")
+    second.stop()
+    assert process.wait(120) == 0
+    ledger = ledgers.read(run_dir)
+    assert {cell.host for cell in ledger.cells} == {"good"}
+    assert ledger.problems == ()
+    (note,) = [note for note in ledger.notes if "doomed" in note]
+    assert "its cells ran elsewhere" in note
+
+
+def test_a_lost_status_is_infrastructure(remote: Remote, second: Sshd) -> None:
+    process, run_dir = remote.start(
+        remote.host("doomed", port=second.port), *matrix(k="fp32 and prompt1 and oracle", engine="wrong:hang")
+    )
+    until_it_says(process, "collected")
+    second.stop()
+    assert process.wait(60) == 3
+    ledger = ledgers.read(run_dir)
+    assert [cell.verdict for cell in ledger.cells] == [Verdict.NOT_RUN]
+    assert ledger.problems[0].startswith("doomed: the connection")
+
+
+def test_the_time_limit_keeps_what_was_recorded(remote: Remote) -> None:
+    """AR passes, DDTree hangs: the limit ends it, the finished cells count, the run is infrastructure."""
+    limits = {"silence": 15, "command": 12}
+    result = remote(remote.host("box", limits=limits), *matrix(k="fp32 and prompt1", engine="wrong:hang"))
+    assert result.status == 3, result.out + result.err
+    verdicts = {cell.id: cell.verdict for cell in result.ledger.cells}
+    assert verdicts.pop("fp32-ar-prompt1-cpu") is Verdict.PASS
+    assert set(verdicts.values()) == {Verdict.NOT_RUN}
+    assert "time limit" in result.ledger.problems[0]
+
+
+def test_ctrl_c_ends_what_runs_there(remote: Remote) -> None:
+    process, run_dir = remote.start(remote.host("box"), *matrix(k="fp32 and prompt1", engine="wrong:hang"))
+    until_it_says(process, "collected")
+    marker = str(remote.folder / "box" / "runs")
+    assert alive(marker)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(40) == 130
+    assert alive(marker) == []
+    assert "box: interrupted" in ledgers.read(run_dir).problems[0]
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"python": "/no/python"}, "/no/python is not there (status 127)"),
+        ({"user": "nobody-of-that-name"}, "user nobody-of-that-name is refused"),
+        ({"prepare": ["exit 4"]}, "prepare: ended with status 4"),
+        ({"environment": {"KDTREE_BUNDLES": "/proc/none"}}, "bundles: ended with status"),
+    ],
+)
+def test_a_host_that_cannot_be_used_is_infrastructure(remote: Remote, fields: dict[str, Any], words: str) -> None:
+    result = remote(remote.host("box", **fields), *matrix(k="fp32-ar-prompt1-cpu", engine="reference"))
+    assert result.status == 3
+    assert words in result.ledger.problems[0]
+    assert words in result.out
+    assert "<error" in (result.run_dir / "junit.xml").read_text()
+
+
+def test_wrong_arguments_are_configuration(remote: Remote) -> None:
+    box = remote.host("box", nonsense=1)
+    assert "hosts.box.nonsense: unknown field" in check_3(remote(box))
+    box = remote.host("box")
+    assert "hosts.nope: no such host; there are box" in check_3(remote("nope"))
+    assert "named twice" in check_3(remote(box, box))
+    assert "matches none of" in check_3(remote(box, "-k", "nothing-like-this"))
+    assert "cannot run it (gpus in hosts.yaml)" in check_3(remote(box, "--device", "cuda"))
+    assert "holds no wheel" in check_3(remote(box, "--wheels", str(remote.folder)))
+
+
+def check_3(result: Result) -> str:
+    assert result.status == 3, result.out + result.err
+    assert result.err.startswith("kdtree remote: ")
+    assert "Traceback" not in result.err
+    return result.err
+
+
+def everything(folder: Path) -> dict[str, tuple[int, int]]:
+    return {str(p): (p.lstat().st_mtime_ns, p.lstat().st_size) for p in folder.rglob("*")}
+
+
+def test_doctor_says_what_is_missing_and_changes_nothing(remote: Remote, tmp_path: Path) -> None:
+    site = tmp_path / "env"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(site)], check=True)
+    bare = remote.host("bare", python=str(site / "bin" / "python"), features=["avx-none", "sh"])
+    good = remote.host("good")
+    before = everything(tmp_path)
+    result = remote(bare, good, "--doctor", "--json")
+    assert result.status == 3
+    changed = everything(tmp_path).items() ^ before.items()
+    assert {path for path, _ in changed} <= {str(tmp_path / "hosts.yaml"), str(tmp_path), str(tmp_path / "ssh")}
+    report = json.loads(result.out)["hosts"]
+    found = {entry["name"]: entry for entry in report["bare"]}
+    assert not found["torch"]["ok"]
+    assert found["torch"]["found"] == "missing"
+    assert "--wheels" in found["torch"]["remedy"]
+    assert found["features"]["found"] == "missing: avx-none"
+    assert found["lock"]["found"] == "free"
+    assert [entry for entry in report["good"] if not entry["ok"]] == []
+    assert {"connection", "clock", "workdir", "numpy", "C++ compiler"} <= {entry["name"] for entry in report["good"]}
+
+
+def test_doctor_reports_gpus_against_hosts_yaml(remote: Remote, tmp_path: Path) -> None:
+    """With a stand-in for nvidia-smi, whose output is that of a real one."""
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    line = "NVIDIA RTX PRO 6000 Blackwell Server Edition, 12.0, 97887 MiB, 580.95.05"
+    (tools / "nvidia-smi").write_text(f"#!/bin/sh\nfor i in 1 2; do echo '{line}'; done\n")
+    (tools / "nvidia-smi").chmod(0o755)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "env")], check=True)
+    fields = {"environment": {"PATH": f"{tools}:/usr/bin:/bin"}, "python": str(tmp_path / "env" / "bin" / "python")}
+    gpus = {"count": 2, "kind": "RTX PRO 6000 Blackwell"}
+    expected = {
+        remote.host("right", gpus=gpus, architectures=["sm_120"], **fields): "",
+        remote.host("fewer", gpus={**gpus, "count": 8}, architectures=["sm_120"], **fields): "hosts.yaml says 8 x",
+        remote.host("older", gpus=gpus, architectures=["sm_90"], **fields): "lack 12.0",
+        remote.host("unsaid", **fields): "says nothing of them",
+    }
+    report = json.loads(remote(*expected, "--doctor", "--json").out)["hosts"]
+    for name, remedy in expected.items():
+        found = {entry["name"]: entry for entry in report[name]}
+        assert found["GPUs"]["found"].startswith("2 x NVIDIA RTX PRO 6000 Blackwell Server Edition (sm_120)")
+        assert remedy in found["GPUs"]["remedy"]
+        assert bool(found["GPUs"]["remedy"]) == bool(remedy)
+
+
+def test_dry_run_sends_and_starts_nothing(remote: Remote, tmp_path: Path) -> None:
+    box = remote.host("box", prepare=["touch never"])
+    result = remote(box, "--dry-run", "-k", FILTER)
+    assert result.status == 0, result.err
+    assert not (tmp_path / "box").exists()
+    assert not result.run_dir.exists()
+    assert "prepare: touch never" in result.out
+    assert "build for cpu: " in result.out
+    assert "tests/test_matrix.py::test_cell[" in result.out
+    count = len(
+        subprocess.run(
+            ["git", "ls-files", "-co", "--exclude-standard"], cwd=remote.checkout, capture_output=True
+        ).stdout.split()
+    )
+    assert f"tree: {count + 1} files" in result.out
+
+
+def wheel(folder: Path, name: str, code: str) -> None:
+    """The smallest wheel there is, by the specification's words."""
+    info = f"{name}-1.0.dist-info"
+    with zipfile.ZipFile(folder / f"{name}-1.0-py3-none-any.whl", "w") as file:
+        file.writestr(f"{name}.py", code)
+        file.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        file.writestr(
+            f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+        file.writestr(f"{info}/RECORD", f"{name}.py,,\n{info}/METADATA,,\n{info}/WHEEL,,\n{info}/RECORD,,\n")
+
+
+def test_wheels_are_part_of_the_runs_environment(remote: Remote, tmp_path: Path) -> None:
+    folder = tmp_path / "wheels"
+    folder.mkdir()
+    wheel(folder, "kdtree_sent_plugin", "def pytest_report_header(config):\n    return 'the wheel was here'\n")
+    box = remote.host("box")
+    result = remote(
+        box, "--wheels", str(folder), *matrix(k="fp32-ar-prompt1-cpu", engine="reference"), "-p", "kdtree_sent_plugin"
+    )
+    assert result.status == 0, result.out + result.err
+    assert "box | the wheel was here" in result.out
+
+
+def test_two_users_of_one_box_queue(remote: Remote) -> None:
+    box = remote.host("box", prepare=["sleep 1"])
+    again = remote.host("again", lock=remote.hosts[box]["lock"])
+    first, _ = remote.start(box, *matrix(k="fp32-ar-prompt1-cpu", engine="reference"))
+    until_it_says(first, "running 1 cells")
+    result = remote(again, *matrix(k="fp32-ar-prompt1-cpu", engine="reference"))
+    assert result.status == 0, result.out + result.err
+    assert "again | [waiting: " in result.out
+    assert "holds the box" in result.out
+    assert first.wait(60) == 0
+
+
+def test_a_reader_that_leaves_changes_no_status(remote: Remote) -> None:
+    """``kdtree remote ... | head -1``: the run goes on, and fails as it would have."""
+    arguments = matrix(k="fp32-ar-prompt1-cpu", engine="wrong:tokens")
+    process, run_dir = remote.start(remote.host("box"), *arguments)
+    assert process.stdout is not None
+    process.stdout.readline()
+    process.stdout.close()
+    assert process.wait(120) == 1
+    assert ledgers.read(run_dir).cells[0].verdict is Verdict.FAIL_TOKENS
+
+
+def test_the_help_names_every_exit_status() -> None:
+    argv = [sys.executable, "-m", "harness", "remote", "--help"]
+    text = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for words in ("0 every expected cell passed", "1 a cell failed", "2 a cell did not run", "3 configuration", "130"):
+        assert words in text.replace("\n", " ")
