@@ -117,8 +117,9 @@ def _of_format(data: bytes) -> Iterator[Hostile]:
     flipped = bytearray(data)
     flipped[f + 56] ^= 1
     yield raw("crc", "header.crc", bytes(flipped))
-    yield case("field_name", "fields[1].name", lambda h: h.put("<c", f, b"A"))
-    yield case("field_name_unending", "fields[1].name", lambda h: h.put("<48s", f, b"a" * 48))
+    last = f"fields[{whole.fields - 1}].name"  # where a name that comes late in the order breaks no other rule
+    yield case("field_name", last, lambda h: h.put("<c", h.field(-1), b"~"))
+    yield case("field_name_unending", last, lambda h: h.put("<48s", h.field(-1), b"z" * 48))
     yield case("field_name_padding", "fields[1].name", lambda h: h.put("<c", f + 47, b"a"))
     yield case("field_kind", f"{field}.kind", lambda h: h.put("<I", f + 48, 3))
     yield case("field_reserved", f"{field}.reserved", lambda h: h.put("<I", f + 52, 1))
@@ -129,7 +130,9 @@ def _of_format(data: bytes) -> Iterator[Hostile]:
     yield case("field_order", "fields[2].name", lambda h: h.swap(h.field(1), h.field(2), FIELD))
     first = bytes(whole.data[f : f + 48])
     yield case("field_twice", "fields[2].name", lambda h: h.put("<48s", h.field(2), first))
-    yield case("tensor_name", "tensors[1].name", lambda h: h.put("<c", t, b"/"))
+    last = f"tensors[{whole.tensors - 1}].name"
+    yield case("tensor_name", last, lambda h: h.put("<c", h.tensor(-1), b"~"))
+    yield case("tensor_name_unending", last, lambda h: h.put("<80s", h.tensor(-1), b"z" * 80))
     yield case("tensor_name_empty", "tensors[1].name", lambda h: h.put("<80s", t, b""))
     yield case("dtype", f"{tensor}.dtype", lambda h: h.put("<I", t + 80, 7))
     yield case("dtype_none", f"{tensor}.dtype", lambda h: h.put("<I", t + 80, 0))

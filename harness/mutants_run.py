@@ -19,6 +19,7 @@ from typing import Any
 
 from harness.cells import Cell, Verdict
 from harness.fault_catalogue import Fault
+from harness.limit import CellTimeout, limit
 from harness.matrix import Point, parse, select
 
 LOADER = "loader"
@@ -120,7 +121,7 @@ def _child(report: Connection, device: str, isa: str, library: str, names: list[
     runner = Runner("csrc", bundles, seconds=CELL_SECONDS, host="", worker="")
     for name in names:
         report.send(("start", name))
-        failed = _loader(device, bundles) if name == LOADER else _cell(runner, name, report)
+        failed = _loader(device, bundles, report) if name == LOADER else _cell(runner, name, report)
         if failed is not None:
             report.send(("failed", failed))
             return
@@ -151,17 +152,27 @@ def _failure(cell: Cell) -> dict[str, Any] | None:
     }
 
 
-def _loader(device: str, bundles: Mapping[str, Path]) -> dict[str, Any] | None:
+def _loader(device: str, bundles: Mapping[str, Path], report: Connection) -> dict[str, Any] | None:
     from harness.engines import create
     from harness.hostile import check_files
 
-    with tempfile.TemporaryDirectory() as folder:
-        for check in check_files(create("csrc", device), bundles[LOADER_CONFIG], Path(folder)):
-            if not check.ok:
-                return {
-                    "caught_by": f"{LOADER}: {check.name.partition('.')[2]}",
-                    "verdict": check.verdict.value,
-                    "margin": check.margin,
-                    "detail": check.detail,
-                }
+    def failed(what: str, verdict: Verdict, detail: str) -> dict[str, Any]:
+        return {
+            "caught_by": f"{LOADER}: {what}",
+            "verdict": verdict.value,
+            "margin": float("inf"),
+            "detail": detail,
+        }
+
+    late = failed("hang", Verdict.TIMEOUT, f"took longer than {CELL_SECONDS:g} s")
+    try:
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            limit(CELL_SECONDS, lambda: report.send(("failed", late))),
+        ):
+            for check in check_files(create("csrc", device), bundles[LOADER_CONFIG], Path(folder)):
+                if not check.ok:
+                    return failed(check.name.partition(".")[2], check.verdict, check.detail)
+    except CellTimeout:
+        return late
     return None
