@@ -128,9 +128,10 @@ def _margins(
     """The least distance between what was chosen and what was not; exact ties are counted apart."""
     c, run = model.config, recipe.run
     gaps: dict[str, list[float]] = {"top1": [], "router": [], "group": []}
-    for i, row in enumerate(logits[: len(logits) - 1] if len(logits) > 1 else logits):
+    for i, row in enumerate(logits[:-1]):  # nothing is chosen after the last one
         top = np.sort(scores(row, n - 1 + i, run.temperature, run.seed), kind="stable")[::-1]
-        gaps["top1"] += (top[0] - top[1 : 1 + max(1, int(np.count_nonzero(top[1:] == top[0])) + 1)]).tolist()
+        equal = int(np.count_nonzero(top == top[0]))
+        gaps["top1"] += (top[0] - top[1 : equal + 1]).tolist()  # its equals, and the first that is less
     for layer in range(c.first_k_dense, c.num_layers):
         biased = sigmoid(taps[f"layers.{layer}.moe.router_logits"]) + model.router_bias(layer)
         ranked = -np.sort(-open_experts(c, biased), axis=1, kind="stable")[:, : c.num_experts_per_tok + 1]

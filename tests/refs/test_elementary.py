@@ -146,6 +146,14 @@ def test_lse32_follows_the_page_and_is_right(size: int) -> None:
     assert float(got[0]) == pytest.approx(want, rel=1e-6)
 
 
+def test_lse32_adds_in_the_stated_order() -> None:
+    """The greatest logit is 0 and the rest adds up to little, so that the last bit of the sum shows in the result."""
+    for seed in range(12):
+        row = (np.random.default_rng(seed).random(300 + seed) * 2 - 9).astype(np.float32)
+        row[seed] = 0
+        assert float(el.lse32(row)[0]) == naive_lse32(row.tolist())
+
+
 def test_lse32_with_missing_logits() -> None:
     row = np.full(9000, -np.inf, np.float32)
     assert el.lse32(row)[0] == -np.inf

@@ -313,6 +313,31 @@ def test_values_that_are_not_finite_are_an_error_not_a_choice(name: str, value: 
     assert m.length == 0
 
 
+def test_a_failed_step_leaves_nothing_behind() -> None:
+    """Its rows cannot be committed, and what it wrote into the cache reaches no later row."""
+    made, tensors = small()
+    embed = tensors["embed.w"].copy()
+    embed[5] = np.nan
+    m = Model(made.model.fields(), {**tensors, "embed.w": embed}, "fp32")
+    m.prefill(PROMPT)
+    m.verify([1, 2], [-1, 0])
+    with pytest.raises(NonFiniteError), np.errstate(all="ignore"):
+        m.verify([5] * 40, range(-1, 39))
+    with pytest.raises(RequestError, match="last verify"):
+        m.commit([0])
+    assert m.step(4).tobytes() == model().prefill([*PROMPT, 4])[-1].tobytes()
+
+
+def test_scores_far_beyond_the_range_of_exp() -> None:
+    made, tensors = small()
+    name = "layers.1.attn.q_b.w"
+    loud = {**tensors, name: tensors[name] * np.float32(3000)}
+    want = plain_logits(made.model, loud, PROMPT)
+    for dtype, tolerance in ((np.float64, 1e-9), (np.float32, 1e-2)):
+        got = Model(made.model.fields(), loud, "fp32", dtype).prefill(PROMPT)
+        np.testing.assert_allclose(got, want, rtol=0, atol=tolerance)
+
+
 def test_fields_and_tensors_are_checked(tmp_path: Any) -> None:
     made, tensors = small()
     path = tmp_path / "m.kdtr"
