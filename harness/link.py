@@ -87,7 +87,10 @@ class Link:
             self._greet(data)
             for work in (self._listen, self._beat):
                 threading.Thread(target=work, daemon=True).start()
+            asked = time.time()
             self.facts = self.ask("hello", silence=self.silence, workdir=host.workdir)
+            self.skew = float(self.facts["time"]) - (asked + time.time()) / 2
+            """Seconds by which the host's clock is ahead, give or take half a round trip."""
         except BaseException:
             self.close()
             raise

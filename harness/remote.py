@@ -28,6 +28,7 @@ EPILOG = """examples:
   kdtree remote ct200 ct201               shared between two hosts, by their speed
   kdtree remote ct200 --doctor            what the host lacks; changes nothing there
   kdtree remote ct200 -k 'int4 and tiny'  some cells only
+  kdtree remote ct200 -- -n 4             what follows -- goes to pytest there
 
 exit status: 0 every expected cell passed, 1 a cell failed, 2 a cell did not run, 3 configuration or infrastructure
 (a host that cannot be reached, a lost connection or exit status, a broken build), 130 interrupted"""
@@ -79,7 +80,8 @@ def _interrupt(signum: int, frame: FrameType | None) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """See ``kdtree remote --help``."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    options, rest = _parser().parse_known_args(arguments)
+    split = arguments.index("--") if "--" in arguments else len(arguments)
+    options, rest = _parser().parse_args(arguments[:split]), arguments[split + 1 :]
     # A cancelled CI job ends what runs on the hosts as Ctrl-C does.
     before = {number: signal.signal(number, _interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:

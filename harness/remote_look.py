@@ -50,7 +50,7 @@ def _judge(host: Host, session: Session, facts: dict[str, Any]) -> Iterator[Find
     hops = " -> ".join(map(str, session.link.connection.hops))
     yield Finding("connection", f"{hops}, {session.facts['user']}@{session.facts['node']}")
     yield Finding("system", f"{facts['system']} {facts['machine']}, {facts['cpus']} CPUs, load {facts['load']:.1f}")
-    skew = session.skew
+    skew = session.link.skew
     far = f"{skew:+.1f} s" if abs(skew) > SKEW else "agrees"
     yield Finding("clock", far, "set the clock there (NTP); runs work, their times are off" if abs(skew) > 60 else "")
     yield from _workdir(facts)

@@ -172,8 +172,10 @@ class HostRun:
         session = self.session = Session(self.host, self.order.options, self.order.run_dir.name, output, self._stop)
         facts = session.facts
         self._say(f"{facts['user']}@{facts['node']}: Python {facts['python']}, {facts['system']} {facts['machine']}")
-        if abs(session.skew) > SKEW:
-            note = f"the host's clock is {abs(session.skew):.0f} s {'ahead' if session.skew > 0 else 'behind'}"
+        if abs(session.link.skew) > SKEW:
+            note = (
+                f"the host's clock is {abs(session.link.skew):.0f} s {'ahead' if session.link.skew > 0 else 'behind'}"
+            )
             self.notes.append(f"{self.host.name}: {note}; times in its entries are by its clock")
             self._say(note)
         self._send(session)
@@ -206,7 +208,7 @@ class HostRun:
 
     def _prepare(self, session: Session) -> None:
         if self.host.prepare:
-            self._step("prepare", session.prepare())
+            self._step("prepare", session.prepare(self._env(session)))
         if self.order.wheels and not self.trouble:
             self._step("wheels", self._install(session))
         for name, argv in step_lines(self.host, self.order):

@@ -90,11 +90,8 @@ class Session:
         self._output = output
         self._stop = stop or threading.Event()
         self._asked_to_stop = False
-        began = time.time()
         self.link = Link(host, options, output)
         self.facts: dict[str, Any] = self.link.facts
-        self.skew = float(self.facts["time"]) - (began + time.time()) / 2
-        """Seconds by which the host's clock is ahead, give or take how long connecting took."""
         self.directory = ""
         """The run's directory there, once something was sent."""
         self._exported: str | None = None
@@ -204,11 +201,13 @@ class Session:
         fields = {name: answer[name] for name in names if name in answer}
         return Outcome(**fields, left=len(answer.get("left", ())))
 
-    def prepare(self) -> Outcome:
+    def prepare(self, env: Mapping[str, str] | None = None) -> Outcome:
         """Run the host's ``prepare`` commands in one shell; what they export holds for every later command."""
         script = "\n".join(["set -e", *self.host.prepare, 'env -0 > "$KDTREE_EXPORTED"'])
         path = f"{self.directory}/{EXPORTED}"
-        outcome = self.run(["sh", "-c", script], limit=self.host.limits.prepare, env={"KDTREE_EXPORTED": path})
+        outcome = self.run(
+            ["sh", "-c", script], limit=self.host.limits.prepare, env={**(env or {}), "KDTREE_EXPORTED": path}
+        )
         if not outcome.trouble and outcome.status == 0:
             self._exported = EXPORTED
         return outcome

@@ -132,7 +132,8 @@ def _receive(agent: Agent, store: Store, tree: Tree) -> int:
     for i in missing:
         digest, size = contents[i]
         if not store.put(digest, size, agent.data):
-            raise StoreError("changed", str(i))
+            path = next(decode(path) for path, _, known, _ in tree.files if known == digest)
+            raise StoreError("damaged", f"{path}: arrived damaged")
     return sum(contents[i][1] for i in missing)
 
 
@@ -223,16 +224,16 @@ def _drop_end(agent: Agent) -> None:
 
 
 def _environment(home: bytes, message: Mapping[str, Any]) -> dict[str, str]:
-    """The login's environment, what preparation exported, and the request's own, in this order."""
-    env = dict(os.environ)
+    """The login's environment, the request's, and what preparation made of both; the later counts."""
+    env = {**os.environ, **{str(k): os.path.expanduser(str(v)) for k, v in message["env"].items()}}
     if exported := message.get("exported"):
         try:
             with open(os.path.join(home, encode(exported)), "rb") as file:
                 pairs = [entry.partition(b"=") for entry in file.read().split(b"\0") if entry]
-            env = {decode(name): decode(value) for name, _, value in pairs}
+            env.update((decode(name), decode(value)) for name, _, value in pairs)
         except FileNotFoundError:
             raise RequestError("protocol", f"{exported}: preparation left no environment") from None
-    return {**env, **{str(name): os.path.expanduser(str(value)) for name, value in message["env"].items()}}
+    return env
 
 
 def fetch(agent: Agent, message: dict[str, Any]) -> dict[str, Any]:

@@ -138,8 +138,9 @@ class Remote:
         run_dir = self.folder / "reports" / f"run{self.runs}"
         file = self.folder / "hosts.yaml"
         file.write_text(yaml.safe_dump({"hosts": self.hosts}))
-        argv = [sys.executable, "-m", "harness", "remote", *arguments, "--hosts-file", str(file)]
-        argv += ["--ssh-config", str(self.server.options.config), "--run-dir", str(run_dir)]
+        argv = [sys.executable, "-m", "harness", "remote", "--hosts-file", str(file), "--run-dir", str(run_dir)]
+        argv += ["--ssh-config", str(self.server.options.config), *arguments]
+        argv += [] if "--" in arguments else ["--", "-n", "0"]
         process = subprocess.Popen(
             argv, cwd=self.checkout, stdout=out, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT
         )
@@ -155,7 +156,7 @@ class Remote:
 
 
 def matrix(*more: str, k: str = FILTER, engine: str = "csrc") -> list[str]:
-    return ["-k", k, "--device", "cpu", "--engine", engine, "-n", "0", *more]
+    return ["-k", k, "--device", "cpu", "--engine", engine, *more]
 
 
 def until_it_says(process: subprocess.Popen[str], words: str) -> None:

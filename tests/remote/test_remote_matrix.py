@@ -34,7 +34,7 @@ def test_a_remote_ledger_equals_a_local_one(remote: Remote) -> None:
     result = remote(remote.host("box"), *matrix())
     assert result.status == 0, result.out + result.err
     run_dir = remote.folder / "local" / "run"
-    argv = [sys.executable, "-m", "harness", "test", *matrix(), "--run-dir", str(run_dir)]
+    argv = [sys.executable, "-m", "harness", "test", *matrix(), "-n", "0", "--run-dir", str(run_dir)]
     subprocess.run(argv, cwd=remote.checkout, check=True, capture_output=True, timeout=240, env=ENVIRONMENT)
     there, here = result.ledger, ledgers.read(run_dir)
     assert [same(cell) for cell in there.cells] == [same(cell) for cell in here.cells]
@@ -264,7 +264,15 @@ def test_wheels_are_part_of_the_runs_environment(remote: Remote, tmp_path: Path)
     wheel(folder, "kdtree_sent_plugin", "def pytest_report_header(config):\n    return 'the wheel was here'\n")
     box = remote.host("box")
     result = remote(
-        box, "--wheels", str(folder), *matrix(k="fp32-ar-prompt1-cpu", engine="reference"), "-p", "kdtree_sent_plugin"
+        box,
+        "--wheels",
+        str(folder),
+        *matrix(k="fp32-ar-prompt1-cpu", engine="reference"),
+        "--",
+        "-n",
+        "0",
+        "-p",
+        "kdtree_sent_plugin",
     )
     assert result.status == 0, result.out + result.err
     assert "box | the wheel was here" in result.out

@@ -117,6 +117,27 @@ def test_a_dropped_link(boxes: Make, server: Server, connect: Open, tmp_path: Pa
     until(lambda: not alive(marker), 15)  # the far side, too, has noticed, on its own
 
 
+def test_a_link_that_is_cut_while_we_send(
+    boxes: Make, server: Server, connect: Open, tmp_path: Path, repo: Path
+) -> None:
+    """The kernel's buffer is full then, and whoever writes waits in it."""
+    (repo / "big").write_bytes(os.urandom(32 << 20))
+    (box,) = boxes(1)
+    host = server.host(tmp_path, address=box.address, port=2222, host_key=key(box), limits=Limits(silence=3))
+    session = connect(host)
+    cut: list[float] = []
+
+    def progress(done: int, total: int) -> None:
+        if not cut and done > 4 << 20:
+            box.cut()
+            cut.append(time.monotonic())
+
+    with pytest.raises(LinkLost, match="nothing was heard"):
+        session.sync(working_tree(repo), progress=progress)
+    assert time.monotonic() - cut[0] < 3 + 4
+    until(lambda: not list(Path(host.workdir, "runs").glob("*/tree")), 1)
+
+
 def test_a_dead_address_has_the_connect_limit(boxes: Make, server: Server, tmp_path: Path) -> None:
     (box,) = boxes(1)
     box.cut()

@@ -8,14 +8,15 @@ import subprocess
 import sys
 import threading
 import time
+import zlib
 from pathlib import Path
 
 import pytest
 
-from harness import remote_session
+from harness import link, remote_session
 from harness.farside.wire import ERR, OUT
 from harness.hosts import Host, Limits
-from harness.link import LinkLost
+from harness.link import FarError, LinkLost
 from harness.remote_session import Session, Stopped
 from harness.sync import working_tree
 from tests.remote.sshd import Relay, alive, public
@@ -64,12 +65,12 @@ def test_environment_does_not_depend_on_the_server(session: Session, printed: Pr
 def test_what_preparation_exports_holds_for_later_commands(
     connect: Open, server: Server, tmp_path: Path, repo: Path, printed: Printed
 ) -> None:
-    commands = ("export PREPARED='a b\nc'", "alias x=y", "cd src")
+    commands = ("export PREPARED='a b\nc'", "alias x=y", "cd src", "export OWN=$OWN:2")
     session = connect(server.host(tmp_path, prepare=commands, environment={"OWN": "1"}))
     session.sync(working_tree(repo))
     assert session.prepare().status == 0
     session.run(["sh", "-c", 'printf "%s|%s" "$PREPARED" "$OWN"; ls src >/dev/null'], limit=20)
-    assert printed.out == "a b\nc|1"
+    assert printed.out == "a b\nc|1:2"
     broken = connect(server.host(tmp_path, prepare=("true", "exit 9", "touch never")))
     broken.sync(working_tree(repo))
     assert broken.prepare().status == 9
@@ -347,7 +348,7 @@ def test_clock_skew(connect: Open, server: Server, tmp_path: Path, repo: Path) -
     (site / "sitecustomize.py").write_text("import time\nreal = time.time\ntime.time = lambda: real() + 31536000\n")
     host = server.host(tmp_path, python=str(tmp_path / "env" / "bin" / "python"), limits=QUICK)
     session = connect(host)
-    assert abs(session.skew - 31536000) < 5
+    assert abs(session.link.skew - 31536000) < 5
     session.sync(working_tree(repo))
     told: list[str] = []
     assert session.lock("x", told.append)
@@ -384,3 +385,26 @@ def test_a_fetch_that_breaks_leaves_nothing(session: Session, server: Server, tm
         session.fetch("tree/out", into)
     assert not into.exists()
     assert not list(tmp_path.glob(".back*"))
+
+
+@pytest.mark.parametrize(
+    ("honest", "hostile", "kind"),
+    [
+        ("sha256=hashing.hexdigest()", "sha256=hashing.hexdigest()[::-1]", "damaged"),
+        ("agent.wire.send(DATA, chunk)", "agent.wire.send(DATA, chunk[1:])", "damaged"),
+        ("path=decode(os.path.relpath(path, top))", "path=os.path.join(os.pardir, os.pardir, top.hex()[:9])", "path"),
+        ("path=decode(os.path.relpath(path, top))", "path=os.sep + top.hex()[:9]", "path"),
+    ],
+)
+def test_a_far_side_that_lies_is_not_believed(
+    connect: Open, repo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, honest: str, hostile: str, kind: str
+) -> None:
+    program = zlib.decompress(link.program()).decode()
+    assert honest in program
+    monkeypatch.setattr(link, "program", lambda: zlib.compress(program.replace(honest, hostile).encode()))
+    session = connect()
+    session.sync(working_tree(repo))
+    with pytest.raises(FarError) as caught:
+        session.fetch("tree/src", tmp_path / "a" / "b" / "back")
+    assert caught.value.kind == kind
+    assert list(tmp_path.glob("a/**/*back*")) == []

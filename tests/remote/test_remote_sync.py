@@ -187,6 +187,23 @@ def test_a_file_that_changes_while_it_is_sent_is_noticed(connect: Open, repo: Pa
     assert arrived(later.directory)[b"a.txt"][2] == b"one\n"
 
 
+def test_the_far_side_does_not_trust_what_arrives(
+    connect: Open, repo: Path, host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tree = working_tree(repo)
+    with monkeypatch.context() as patch:
+        patch.setattr(sync.Snapshot, "read", lambda self, file: iter((b"?" * file.size,)))
+        session = connect()
+        with pytest.raises(FarError, match="arrived damaged") as caught:
+            session.sync(tree)
+    assert caught.value.kind == "damaged"
+    assert list(Path(host.workdir, "runs").glob("*/tree")) == []
+    pieces = set(tree.pieces())
+    assert {p.parent.name + p.name for p in Path(host.workdir, "store").glob("*/*")} == pieces
+    session.sync(tree)  # the connection is good for another try
+    assert arrived(session.directory) == wanted(repo)
+
+
 def test_the_far_side_does_not_trust_its_store(connect: Open, repo: Path, host: Host) -> None:
     connect().sync(working_tree(repo))
     digest = hashlib.sha256(b"one\n").hexdigest()
