@@ -176,9 +176,7 @@ def main() -> None:
         wrote = write_zeros(target, report["bytes"])
     out = report["bytes"]
     print(f"plain read, cold      {size / 1e6 / min(reads):8.0f} MB/s   (of two: {reads[0]:.1f} s, {reads[1]:.1f} s)")
-    print(
-        f"plain write, on disk  {out / 1e6 / wrote:8.0f} MB/s   ({out / 1e9:.2f} GB, {wrote:.1f} s)"
-    )
+    print(f"plain write, on disk  {out / 1e6 / wrote:8.0f} MB/s   ({out / 1e9:.2f} GB, {wrote:.1f} s)")
     print(f"import, source bytes  {size / 1e6 / seconds:8.0f} MB/s   ({seconds:.1f} s, everything on disk)")
     print(f"import / read         {min(reads) / seconds:8.2f}")
     print(f"import / (read then write) {(min(reads) + wrote) / seconds:.2f}")

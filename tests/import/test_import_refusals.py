@@ -375,7 +375,7 @@ def test_hostile_headers(tmp_path: Path, header: Any, where: str, reason: str) -
     assert reason in str(error.value)
 
 
-@pytest.mark.parametrize("length", [1 << 63, 100_000_001, 0xFFFFFFFFFFFFFFFF])
+@pytest.mark.parametrize("length", [1 << 63, 100_000_001, 0xFFFFFFFFFFFFFFFF, 99_999_999, 101])
 def test_a_header_length_asks_for_no_memory(tmp_path: Path, length: int) -> None:
     file = tmp_path / "x.safetensors"
     file.write_bytes(struct.pack("<Q", length) + bytes(100))

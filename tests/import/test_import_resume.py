@@ -91,6 +91,18 @@ def test_an_interrupt_anywhere_is_gone_on_from(source: Path, tmp_path: Path, mon
         target.unlink()
 
 
+def test_an_interrupt_keeps_what_no_journal_entry_was_due_for(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tmp_path / "out.kdtr"
+    with monkeypatch.context() as patch:
+        Reads(patch, 20, KeyboardInterrupt)
+        assert main([str(source), "-o", str(target)]) == INCOMPLETE
+    assert main([str(source), "-o", str(target)]) == DONE
+    assert "going on: " in capsys.readouterr().err
+    assert target.read_bytes() == complete(source, tmp_path / "want.kdtr")
+
+
 @pytest.mark.usefixtures("small_steps")
 @pytest.mark.parametrize("what", ["weights", "config", "options", "partial", "journal", "torn"])
 def test_a_journal_of_something_else_is_not_believed(
