@@ -58,6 +58,7 @@ class Session {
     int dim;
     std::vector<float> values;
   };
+  // A fault is no error here: rows that are not finite show where it began.
   std::vector<TapRows> taps(const std::vector<int32_t>& tokens, bool operations);
   // As verify, but gives every operation's rows and leaves nothing to commit.
   std::vector<TapRows> verify_taps(const std::vector<int32_t>& tokens, const std::vector<int32_t>& parents);

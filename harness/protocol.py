@@ -153,7 +153,8 @@ class Session(Protocol):
         """Reset, prefill ``tokens`` and return named intermediate rows.
 
         Always ``embed`` [n, D], ``layers.I.out`` [n, D] and ``logits`` [n, V]; with ``operations`` also, for every
-        layer, the names of ``OPERATION_TAPS`` that it has.
+        layer, the names of ``OPERATION_TAPS`` that it has. Values that are not finite are better given than refused:
+        they show where a NaN began.
         """
 
     # An engine may also have verify_taps(tokens, parents) -> Mapping[str, F32]: a tree run as by verify, every

@@ -96,7 +96,8 @@ def stepping(session: Session, golden: Golden) -> Divergence | None:
         found = unlike(golden, cached(session, golden), until, here)
         found = found or differ(golden, "logits", got[None], want["logits"][position][None], 0.0, here)
         if found is not None:
-            return found
+            tree = Tree(tokens[:position], (tokens[position],), (-1,))  # a step is a tree of one row
+            return _tapped(session, golden, tree, (0,), tokens[: position + 1], here) or found
     return None
 
 
@@ -123,17 +124,26 @@ def verifying(session: Session, golden: Golden, straight: Straight, tree: Tree, 
     return None
 
 
+def _tapped(
+    session: Session, golden: Golden, tree: Tree, way: Sequence[int], path: Sequence[int], told: str
+) -> Divergence | None:
+    """The first operation of a tree's row that differs from the last row of a prefill of its path."""
+    tap_rows = getattr(session, "verify_taps", None)
+    if tap_rows is None or not tree.context:
+        return None
+    last = {tap: rows[-1:] for tap, rows in session.taps(path, operations=True).items()}
+    session.reset()
+    session.prefill(tree.context)
+    got: Mapping[str, Any] = tap_rows(tree.tokens, tree.parents)
+    return unlike(golden, {tap: rows[way[-1] :][:1] for tap, rows in got.items()}, last, told)
+
+
 def _inside(
     session: Session, golden: Golden, tree: Tree, way: Sequence[int], path: Sequence[int], want: Rows, told: str
 ) -> Divergence | None:
     """Which tap of the last row of ``way`` went wrong: by its taps, else by its cache rows after a commit."""
-    tap_rows = getattr(session, "verify_taps", None)
-    if tap_rows is not None:
-        last = {tap: rows[-1:] for tap, rows in session.taps(path, operations=True).items()}
-        session.reset()
-        session.prefill(tree.context)
-        got: Mapping[str, Any] = tap_rows(tree.tokens, tree.parents)
-        return unlike(golden, {tap: rows[way[-1] :][:1] for tap, rows in got.items()}, last, told)
+    if hasattr(session, "verify_taps"):
+        return _tapped(session, golden, tree, way, path, told)
     session.commit(way)
     until = {tap: rows[: len(path)] for tap, rows in want.items() if tap != "logits"}
     return unlike(golden, cached(session, golden), until, f"{told}; its cache rows after a commit")

@@ -221,7 +221,6 @@ def test_weights_that_are_not_finite(
             lambda: session.prefill(bundle.prompt),
             lambda: session.step(1),
             lambda: session.verify([1, 2], [-1, 0]),
-            lambda: session.taps(bundle.prompt),
             lambda: session.decode(bundle.request()),
             lambda: session.decode(bundle.request("fp32", "noisy")),
         ):
@@ -229,6 +228,9 @@ def test_weights_that_are_not_finite(
                 call()
             assert text in str(caught.value)
             assert session.length == 0
+        taps = session.taps(bundle.prompt, operations=True)  # these are to show where it began
+        assert not np.isfinite(taps["logits"]).all()
+        assert np.isfinite(taps["embed"]).all()
 
 
 def test_a_session_outlives_a_token_that_breaks_it(device: str, tiny: Path, tmp_path: Path) -> None:
