@@ -30,7 +30,7 @@ COMMANDS = {
     "gate": ("harness.gate:main", "let a merge through or not: kdtree gate LEDGER"),
     "remote": ("harness.remote:main", "the matrix on other machines: kdtree remote HOST ..."),
     "mutants": ("harness.mutants:main", "plant faults in the engine and count what is caught"),
-    "bench": ("engine.bench:main", "speed against peers and ceilings"),
+    "bench": ("harness.bench.command:main", "speed against peers and ceilings: kdtree bench [project] [ops] [step]"),
     "plan": ("engine.plan:main", "the best tree budget for a machine"),
 }
 """Target and help by name."""

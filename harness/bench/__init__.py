@@ -1,0 +1,15 @@
+"""``kdtree bench``: times of the project, every operation and whole steps, beside peers and ceilings.
+
+It measures and reports; it never asserts a target. One job a module:
+
+* ``command``   arguments, progress, JSON, exit status
+* ``cases``     what is measured: operations at named shapes
+* ``work``      bytes and flops of a case or a forward, from sizes alone
+* ``operands``  tensors for a case, in as many copies as keep the caches cold
+* ``clock``     medians and spreads, on the CPU and from a GPU's own record
+* ``ceilings``  streaming read, matmul peak, empty graph node, one-launch read floor
+* ``peers``, ``peers_cpu``, ``peers_cuda``  other libraries on the same shapes
+* ``targets``   the ratios that this project aims at
+* ``ops``, ``step``, ``project``  the three measurements
+* ``plot``      share of the roofline per case, as SVG
+"""

@@ -1,0 +1,253 @@
+"""Calls of the engine's operations on random operands, in as many copies as keep every call's operands out of caches.
+
+The contract of the calls is csrc/ops.h and csrc/bindings_ops.cpp. A call includes what its binding does: checks,
+scratch, and waiting for the result. Weights are random nibbles and numbers; no result is looked at here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from engine.library import library, named_errors
+from harness.bench import work
+from harness.bench.cases import Case
+from harness.bench.clock import Call
+from refs.quant import groups
+
+COPIES = 400  # more are never called: harness.bench.clock.MOST
+BLOCK = 16  # block_size of trees, where a case names no depth
+I32 = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class Calls:
+    """Equal calls on different memory."""
+
+    calls: list[Call]
+    arguments: list[list[Any]]
+    """Of each call, as csrc/bindings_ops.cpp takes them; results among them."""
+    bytes_each: int
+    """Of the operands that differ from call to call."""
+    distinct: float | None
+    """Experts that a call touches, on average; None where there are none."""
+
+
+def binary_parents(m: int) -> I32:
+    """A tree of m rows in which every row has two children: not a chain, and known to everybody."""
+    return np.array([-1, *((i - 1) // 2 for i in range(1, m))], np.int32)
+
+
+def paths(parents: I32, stride: int) -> tuple[I32, I32]:
+    """Depths [M] and ancestors [M, stride] as csrc/ops.h wants them; places past a row itself hold 0."""
+    depths, path = np.zeros(len(parents), np.int32), np.zeros((len(parents), stride), np.int32)
+    for row, parent in enumerate(parents):
+        if parent >= 0:
+            depths[row] = depths[parent] + 1
+            path[row, : depths[row]] = path[parent, : depths[row]]
+        path[row, depths[row]] = row
+    return depths, path
+
+
+def routes(case: Case, seed: int) -> I32:
+    """Expert ids [M, top_k], different ones within a row."""
+    rng = np.random.default_rng(seed)
+    drawn = [rng.choice(case.experts, case.top_k, replace=False) for _ in range(case.M)]
+    return np.array(drawn, np.int32)
+
+
+class Bench:
+    """One backend, and the making of calls on it."""
+
+    def __init__(self, device: str) -> None:
+        import torch
+
+        self.torch, self.device = torch, device
+        self.lib = library(device)
+        with named_errors():
+            self.handle: int = self.lib.backend_open(device, False)
+        self._generator = torch.Generator(device).manual_seed(1)
+        self._shared: dict[str, Any] = {}
+
+    def __enter__(self) -> Bench:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.lib.backend_close(self.handle)
+
+    def calls(self, case: Case, rotate: int) -> Calls:
+        """Calls of ``case`` whose operands together exceed ``rotate`` bytes, or COPIES of them."""
+        make: Callable[[Case, int], tuple[list[Any], int]] = getattr(self, f"_{case.op}")
+        self._shared.clear()  # the experts of the case before
+        arguments, size = make(case, 0)
+        copies = min(max(2, -(-rotate // max(size, 1))), COPIES)
+        every = [arguments, *(make(case, i)[0] for i in range(1, copies))]
+        distinct = None
+        if case.op == "moe":
+            distinct = float(np.mean([len(np.unique(routes(case, i))) for i in range(copies)]))
+        operation = getattr(self.lib, case.op)
+        if self.device != "cpu":
+            self.torch.cuda.synchronize()  # operands come from torch's stream, operations run on the backend's
+
+        def call(given: list[Any]) -> Call:
+            def run() -> None:
+                with named_errors():
+                    operation(self.handle, *given)
+
+            return run
+
+        return Calls([call(given) for given in every], every, size, distinct)
+
+    def uniform(self, *shape: int) -> Any:
+        """f32 in [-1, 1)."""
+        return self.torch.empty(shape, device=self.device).uniform_(-1, 1, generator=self._generator)
+
+    def bytes_of(self, *shape: int) -> Any:
+        """Random bytes."""
+        return self.torch.randint(0, 256, shape, dtype=self.torch.uint8, device=self.device, generator=self._generator)
+
+    def weight(self, kind: str, *shape: int) -> tuple[Any, Any]:
+        """[..., n, k] and its scales; int4: random nibbles, each group's scale 1/64 as the bytes of a bf16."""
+        torch, outer, count = self.torch, shape[:-1], groups(shape[-1])
+        if kind == "f32":
+            return self.uniform(*shape), torch.empty(0, dtype=torch.uint8, device=self.device)
+        scale = torch.full((*outer, count), 1 / 64, dtype=torch.bfloat16, device=self.device)
+        return self.bytes_of(*outer, 16 * count), scale.view(torch.uint8)
+
+    def _ints(self, values: Any) -> Any:
+        return self.torch.from_numpy(np.ascontiguousarray(values, np.int32)).to(self.device)
+
+    def _zeros(self, *shape: int) -> Any:
+        return self.torch.zeros(shape, device=self.device)
+
+    def _state(self, case: Case, **fields: int) -> Any:
+        """StepState; ``limit`` is far off so that repeated accepts go on."""
+        given = {"kv_len": case.T, "n_rows": case.M, "limit": 1 << 30, **fields}
+        order = (
+            "kv_len", "n_rows", "bonus", "committed", "limit", "done", "n_accepted", "base", "error", "error_row",
+            "error_detail", "rounds", "draft_first", "draft_rows", "seed_lo", "seed_hi",
+        )  # fmt: skip
+        return self._ints([given.get(name, 0) for name in order])
+
+    def _rows(self, case: Case, stride: int = 0) -> list[Any]:
+        parents = binary_parents(case.M)
+        depths, path = paths(parents, max(stride, case.M))
+        return [self._ints(np.arange(case.M)), self._ints(parents), self._ints(depths), self._ints(path)]
+
+    def _dims(self, case: Case) -> list[int]:
+        return [case.heads, case.rank, case.nope, case.rope, case.v]
+
+    def _cache(self, case: Case) -> list[Any]:
+        slots = case.T + case.M
+        return [self.uniform(slots, case.rank), self.uniform(slots, case.rope)]
+
+    def _kept(self, name: str, make: Callable[[], Any]) -> Any:
+        """One tensor for all copies of a case."""
+        if name not in self._shared:
+            self._shared[name] = make()
+        return self._shared[name]
+
+    def _linear(self, c: Case, copy: int) -> tuple[list[Any], int]:
+        w, scale = self.weight(c.kind, c.N, c.K)
+        none = self._zeros(0)
+        given = [self.uniform(c.M, c.K), none, 1e-5, [w], [scale], [self._zeros(c.M, c.N)], 0, self._state(c)]
+        return given, work.weight_bytes(c.kind, c.N, c.K)
+
+    def _moe(self, c: Case, copy: int) -> tuple[list[Any], int]:
+        """Copies share the experts and differ in whom they route to."""
+        shapes = ((c.N, c.K), (c.N, c.K), (c.K, c.N))
+        stored = self._kept("experts", lambda: [self.weight(c.kind, c.experts, *s) for s in shapes])
+        around = ((c.shared, c.K), (c.shared, c.K), (c.K, c.shared))
+        shared = self._kept("shared", lambda: [self.uniform(*s) for s in around] if c.shared else [])
+        weights = self.torch.full((c.M, c.top_k), 1 / c.top_k, device=self.device)
+        given = [
+            self.uniform(c.M, c.K), self.uniform(c.K), 1e-5, self._ints(routes(c, copy)), weights,
+            [w for w, _ in stored], [s for _, s in stored], shared,
+            self._zeros(c.M, c.top_k, c.N), self._zeros(c.M, c.shared), self._zeros(c.M, c.K), self._state(c),
+        ]  # fmt: skip
+        return given, work.of(c).bytes
+
+    def _mla_attention(self, c: Case, copy: int) -> tuple[list[Any], int]:
+        q = [self.uniform(c.M, c.heads, c.rank), self.uniform(c.M, c.heads, c.rope)]
+        scale = float((c.nope + c.rope) ** -0.5)
+        given = [self._dims(c), scale, *q, *self._cache(c), self._zeros(c.M, c.heads, c.rank), c.T + c.M]
+        return [*given, self._rows(c), self._state(c)], work.of(c).bytes
+
+    def _mla_prepare(self, c: Case, copy: int) -> tuple[list[Any], int]:
+        up = self.uniform(c.heads * (c.nope + c.v), c.rank)
+        given = [
+            self._dims(c), self.uniform(c.M, c.heads * (c.nope + c.rope)), self.uniform(c.M, c.rank + c.rope),
+            self.uniform(c.rank), 1e-6, up, self._kept("angles", lambda: self.uniform(c.T + c.M, c.rope // 2, 2)),
+            self._zeros(c.M, c.heads, c.rank), self._zeros(c.M, c.heads, c.rope),
+            *self._kept("cache", lambda: self._cache(c)), self._rows(c), self._state(c),
+        ]  # fmt: skip
+        return given, work.of(c).bytes
+
+    def _mla_value(self, c: Case, copy: int) -> tuple[list[Any], int]:
+        up = self.uniform(c.heads * (c.nope + c.v), c.rank)
+        given = [self._dims(c), self.uniform(c.M, c.heads, c.rank), up, self._zeros(c.M, c.heads * c.v)]
+        return [*given, self._state(c)], work.of(c).bytes
+
+    def _router(self, c: Case, copy: int) -> tuple[list[Any], int]:
+        ids, weights = self._ints(np.zeros((c.M, c.top_k))), self._zeros(c.M, c.top_k)
+        given = [self.uniform(c.M, c.experts), self.uniform(c.experts), ids, weights, 1, 1, True, 2.827, 0]
+        return [*given, self._state(c)], work.of(c).bytes
+
+    def _select(self, c: Case, copy: int) -> tuple[list[Any], int]:
+        given = [self.uniform(c.M, c.N), 0.0, self._ints(np.zeros(c.M)), self._rows(c), self._state(c)]
+        return given, work.of(c).bytes
+
+    def _embed(self, c: Case, copy: int) -> tuple[list[Any], int]:
+        """Copies are other lines of one table; 0.47 GB of it are enough to have no line in a cache."""
+        lines = 16384
+        table = self._kept("table", lambda: self.uniform(lines, c.K))
+        rows = self._rows(c)
+        rows[0] = self._ints(np.random.default_rng(copy).integers(0, lines, c.M))
+        return [self._zeros(c.M, c.K), table, rows, self._state(c)], work.of(c).bytes
+
+    def _rms_norm(self, c: Case, copy: int) -> tuple[list[Any], int]:
+        given = [self._zeros(c.M, c.K), self.uniform(c.M, c.K), self.uniform(c.K), 1e-5, self._state(c)]
+        return given, work.of(c).bytes
+
+    def _tree_root(self, c: Case, copy: int) -> tuple[list[Any], int]:
+        return [self._rows(c), self._state(c)], work.of(c).bytes
+
+    def _tree_build(self, c: Case, copy: int) -> tuple[list[Any], int]:
+        draft = self.uniform(c.depths, c.N)
+        scores = self.torch.zeros(c.M, dtype=self.torch.float64, device=self.device)
+        state = self._state(c, draft_first=1, draft_rows=c.depths)
+        return [draft, c.depths + 1, c.budget, -1, self._rows(c, c.depths + 1), scores, state], work.of(c).bytes
+
+    def _accept(self, c: Case, copy: int) -> tuple[list[Any], int]:
+        """The walk goes down the tree's first children: a row's choice is its first child's token."""
+        choice = self._ints(2 * np.arange(c.M) + 1)
+        out = self._ints(np.zeros(10 + c.M))
+        given = [self._rows(c), choice, -1, self._ints(np.zeros(c.M)), out, self._state(c)]
+        return given, work.of(c).bytes
+
+    def _kv_commit(self, c: Case, copy: int) -> tuple[list[Any], int]:
+        """Every other row is accepted, so that rows do move."""
+        kept = np.arange(0, c.M, 2)
+        accepted = np.zeros(c.M, np.int32)
+        accepted[: len(kept)] = kept
+        caches = [self._cache(c) for _ in range(c.layers)]
+        state = self._state(c, base=c.T, n_accepted=len(kept))
+        given = [[latent for latent, _ in caches], [rope for _, rope in caches], self._ints(accepted), state]
+        return given, sum(part.numel() * 4 for cache in caches for part in cache)
+
+    def _record(self, c: Case, copy: int) -> tuple[list[Any], int]:
+        state = self._state(c, committed=c.M, n_accepted=c.M)
+        given = [self._zeros(c.M, c.N), self.uniform(c.M, c.N), 0, self._ints(np.arange(c.M)), state]
+        return given, work.of(c).bytes
+
+    def _record_tree(self, c: Case, copy: int) -> tuple[list[Any], int]:
+        state = self._state(c, rounds=1, n_accepted=c.M)
+        log = self._ints(np.zeros((1, 2 + 3 * c.M)))
+        return [log, self._rows(c), self._ints(np.arange(c.M)), state], work.of(c).bytes

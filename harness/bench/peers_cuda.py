@@ -1,0 +1,123 @@
+"""Peers on the GPU: cuBLAS, torch's int4pack, humming-kernels in both modes, and FlashMLA's dense decode.
+
+They work in bf16 where the engine works in f32, so their bytes are not the engine's: times are compared, not shares.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from harness.bench.cases import Case
+from harness.bench.clock import Call
+from harness.bench.peers import Peer
+from refs.quant import GROUP
+
+PAGE = 64  # keys a page of FlashMLA's cache
+
+
+def _spread(make: Callable[[], Call], copies: int) -> list[Call]:
+    return [make() for _ in range(copies)]
+
+
+def cublas_calls(case: Case, copies: int, *, dtype: str) -> Sequence[Call] | None:
+    """A dense product on the weights of either kind, unpacked."""
+    import torch
+    from torch.nn import functional
+
+    kind = getattr(torch, dtype)
+    if case.op != "linear":
+        return None
+
+    def call() -> Call:
+        x = torch.rand(case.M, case.K, device="cuda").to(kind)
+        w = torch.rand(case.N, case.K, device="cuda").to(kind)
+        return lambda: functional.linear(x, w)
+
+    return _spread(call, copies)
+
+
+def int4pack_calls(case: Case, copies: int) -> Sequence[Call] | None:
+    """INT4 in groups of 32 with bf16 activations."""
+    import torch
+
+    if case.op != "linear" or case.kind != "int4":
+        return None
+
+    def call() -> Call:
+        x = torch.rand(case.M, case.K, device="cuda").bfloat16()
+        nibbles = torch.randint(0, 256, (case.N, case.K // 2), dtype=torch.uint8, device="cuda")
+        packed = torch.ops.aten._convert_weight_to_int4pack(nibbles, 8)
+        scale = torch.rand(case.K // GROUP, case.N, 2, device="cuda").bfloat16()
+        return lambda: torch.ops.aten._weight_int4pack_mm(x, packed, GROUP, scale)
+
+    return _spread(call, copies)
+
+
+def humming_calls(case: Case, copies: int, *, invariant: bool) -> Sequence[Call] | None:
+    """W4A16 in groups of 32, its own choice of kernel."""
+    import torch
+
+    humming: Any = importlib.import_module("humming.layer")
+
+    if case.op != "linear" or case.kind != "int4":
+        return None
+    compute = {"use_batch_invariant": invariant, "gemm_type": "dense"}
+
+    def call() -> Call:
+        weights = {"dtype": "int4", "group_size": GROUP}
+        layer = humming.HummingLayer(
+            shape_n=case.N, shape_k=case.K, weight_config=weights, torch_dtype=torch.bfloat16
+        ).cuda()
+        layer.load_from_unquantized(torch.rand(case.N, case.K, device="cuda").bfloat16() - 0.5)
+        layer.transform()
+        x = torch.rand(case.M, case.K, device="cuda").bfloat16()
+        return lambda: layer(x, compute_config=compute)
+
+    return _spread(call, copies)
+
+
+def flash_mla_calls(case: Case, copies: int) -> Sequence[Call] | None:
+    """Dense decode of M query rows over the committed keys: it knows no tree, every row sees all of them."""
+    import torch
+
+    flash_mla: Any = importlib.import_module("flash_mla")
+
+    if case.op != "mla_attention" or (case.heads, case.rank, case.rope) != (64, 512, 64):
+        return None
+    pages = -(-case.T // PAGE)
+
+    def call() -> Call:
+        q = torch.rand(1, case.M, case.heads, case.rank + case.rope, device="cuda").bfloat16()
+        cache = torch.rand(pages, PAGE, 1, case.rank + case.rope, device="cuda").bfloat16()
+        table = torch.arange(pages, dtype=torch.int32, device="cuda")[None]
+        lengths = torch.tensor([case.T], dtype=torch.int32, device="cuda")
+        plan, _ = flash_mla.get_mla_metadata()
+        return lambda: flash_mla.flash_mla_with_kvcache(
+            q, cache, table, lengths, case.rank, plan, softmax_scale=0.1446796, causal=False, use_legacy=True
+        )
+
+    return _spread(call, copies)
+
+
+def _missing(module: str, package: str) -> str:
+    return "" if importlib.util.find_spec(module) is not None else f"not installed: pip install {package}"
+
+
+def peers() -> list[Peer]:
+    """Those of issue 7's table of targets, and torch's own."""
+    import torch
+
+    pack: Any = getattr(torch.ops.aten, "_weight_int4pack_mm", None)
+    humming = _missing("humming", "humming-kernels")
+    return [
+        Peer("cublas-bf16", "the product of bf16 weights", "", partial(cublas_calls, dtype="bfloat16")),
+        Peer("cublas-f32", "the product of f32 weights", "", partial(cublas_calls, dtype="float32")),
+        Peer("torch-int4pack", "W4A16 g32", "" if pack else f"torch {torch.__version__} lacks it", int4pack_calls),
+        Peer("humming", "W4A16 g32", humming, partial(humming_calls, invariant=False)),
+        Peer("humming-invariant", "W4A16 g32, batch-invariant", humming, partial(humming_calls, invariant=True)),
+        Peer("flash-mla", "bf16 dense decode, no tree", _missing("flash_mla", "sgl-flash-mla"), flash_mla_calls),
+    ]

@@ -1,0 +1,92 @@
+"""The cases cover what they are meant to cover: every operation, and the shapes whose speed is promised."""
+
+from __future__ import annotations
+
+import re
+from fnmatch import fnmatchcase
+
+import pytest
+
+from harness.bench.cases import cases, choose
+from harness.bench.operands import binary_parents, paths, routes
+from harness.bench.targets import TARGETS, verdicts
+from harness.sources import ROOT
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_every_operation_of_the_bindings_has_cases_in_both_families(device: str) -> None:
+    text = (ROOT / "csrc" / "bindings_ops.cpp").read_text("utf-8")
+    bound = set(re.findall(r'm\.impl\("(\w+)"', text)) - {"backend_open", "backend_close", "backend_counters"}
+    bound -= {"isa_names"}
+    assert len(bound) >= 15
+    for family in ("tiny", "k26"):
+        assert {case.op for case in cases(device) if case.family == family} == bound
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_names_are_keys(device: str) -> None:
+    names = [case.name for case in cases(device)]
+    assert len(set(names)) == len(names)
+    for name in names:
+        assert choose(cases(device), [name])[0].name.startswith(name)
+
+
+def test_the_promised_shapes_are_there() -> None:
+    for device in ("cpu", "cuda"):
+        names = {case.name for case in cases(device)}
+        for shape in ("k7168-n4096", "k2048-n7168"):
+            assert {f"k26-linear-{kind}-{shape}-m1" for kind in ("f32", "int4")} <= names
+        assert {"k26-tree_build-n163840-l15-b16-m17", "k26-tree_build-n163840-l15-b64-m65"} <= names
+        assert {f"k26-mla_attention-t{t}-h64-m1" for t in (1024, 4096)} <= names
+    assert "k26-moe-int4-k7168-n2048-e384-m64" in {case.name for case in cases("cuda")}
+
+
+def test_choosing() -> None:
+    every = cases("cpu")
+    assert choose(every, []) == every
+    assert {c.op for c in choose(every, ["tiny-linear"])} == {"linear"}
+    assert choose(every, ["tiny-*-m8"]) == [c for c in every if c.family == "tiny" and c.M == 8]
+    assert choose(every, ["nothing of the kind"]) == []
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=lambda t: f"{t.device}-{t.case}-{t.widths}")
+def test_every_target_is_of_some_case(target: object) -> None:
+    t = target
+    matched = [c.M for c in cases(t.device) if fnmatchcase(c.name, t.case)]  # type: ignore[attr-defined]
+    assert matched
+    assert set(t.widths) <= set(matched)  # type: ignore[attr-defined]
+
+
+def test_verdicts_compare_in_the_right_direction() -> None:
+    name = "k26-linear-int4-k7168-n4096-m1"
+
+    def ask(us: float, x_floor: float, **peers: float) -> dict[str, bool | None]:
+        named = {key.replace("_", "-"): value for key, value in peers.items()}
+        return dict(verdicts("cuda", name, 1, us, x_floor, named))
+
+    assert list(ask(10, 1.3, humming=17, humming_invariant=51).values()) == [True, True, True]
+    assert list(ask(10, 1.4, humming=15, humming_invariant=49).values()) == [False, False, False]
+    assert list(ask(10, 1.3).values()) == [True, None, None]
+    assert dict(verdicts("cuda", "k26-tree_build-n163840-l15-b16-m17", 17, 12.5, 9, {})) == {"at most 12 us": False}
+    assert list(verdicts("cpu", name, 4, 1, 1, {})) == []
+
+
+def test_the_tree_is_binary_and_paths_lead_to_the_root() -> None:
+    parents = binary_parents(9)
+    depths, path = paths(parents, 9)
+    assert parents.tolist() == [-1, 0, 0, 1, 1, 2, 2, 3, 3]
+    assert depths.tolist() == [0, 1, 1, 2, 2, 2, 2, 3, 3]
+    for row in range(9):
+        walk, at = [], row
+        while at >= 0:
+            walk.append(at)
+            at = int(parents[at])
+        assert path[row, : depths[row] + 1].tolist() == walk[::-1]
+
+
+def test_routes_differ_between_copies_and_not_within_a_row() -> None:
+    case = choose(cases("cpu"), ["k26-moe-*-m4"])[0]
+    a, b = routes(case, 0), routes(case, 1)
+    assert (a != b).any()
+    assert all(len(set(row)) == case.top_k for row in a.tolist())
+    assert 0 <= a.min() <= a.max() < case.experts
