@@ -120,13 +120,14 @@ __device__ __forceinline__ void weigh_keys(float (*score)[kSegment], float (*top
 template <int HEADS, int COLUMNS>
 __device__ __forceinline__ void add_piece(float (&o)[HEADS][COLUMNS], const AttentionParams& p, const int* slots, const float (*score)[kSegment], int t0,
                                           int n, int r0) {
+  constexpr int kBatch = COLUMNS == 1 ? kPiece : 4;  // keys a thread has in flight
   const int rank = p.dims.rank;
 #pragma unroll
-  for (int i = 0; i < kPiece; i += 4) {
+  for (int i = 0; i < kPiece; i += kBatch) {
     if (t0 + i >= n) break;
-    float v[4][COLUMNS];
+    float v[kBatch][COLUMNS];
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {
+    for (int j = 0; j < kBatch; ++j) {
       const float* key = p.cache.latent + static_cast<size_t>(slots[min(t0 + i + j, n - 1)]) * rank;
 #pragma unroll
       for (int c = 0; c < COLUMNS; ++c) v[j][c] = r0 + c * kThreads < rank ? key[r0 + c * kThreads] : 0.f;
@@ -134,7 +135,7 @@ __device__ __forceinline__ void add_piece(float (&o)[HEADS][COLUMNS], const Atte
 #pragma unroll
     for (int h = 0; h < HEADS; ++h) {
 #pragma unroll
-      for (int j = 0; j < 4; ++j) {
+      for (int j = 0; j < kBatch; ++j) {
         const float weight = score[h][t0 + i + j];  // 0 past the end
 #pragma unroll
         for (int c = 0; c < COLUMNS; ++c) o[h][c] = __fmaf_rn(weight, v[j][c], o[h][c]);
@@ -155,7 +156,7 @@ __global__ __launch_bounds__(kThreads, 1) void attention_kernel(const __grid_con
   const int m = blockIdx.z, h0 = blockIdx.y * HEADS, begin = blockIdx.x * kSegment;
   if (m > 0 && m >= p.state->n_rows) return;
   const int kv_len = p.state->kv_len, n_keys = kv_len + p.depths[m] + 1;
-  if (begin >= n_keys) return;
+  if (begin > 0 && begin >= n_keys) return;  // the first segment always has a key, and its queries need not wait for the count
   const int n = min(kSegment, n_keys - begin);
   const int rank = p.dims.rank, rope = p.dims.rope, heads = p.dims.heads, q_stride = rank + rope;
   for (int i = threadIdx.x; i < HEADS * q_stride; i += kThreads) {

@@ -1,0 +1,92 @@
+"""The compile check: what it reads from ptxas, and what it fails on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from harness import build, environment, nvcc
+
+REPORT = """
+ptxas info    : 0 bytes gmem
+ptxas info    : Compiling entry function '_Z5firstPf' for 'sm_90'
+ptxas info    : Function properties for _Z5firstPf
+    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : Used 40 registers, used 1 barriers, 2128 bytes smem
+ptxas info    : Compiling entry function '_Z6secondPf' for 'sm_90'
+ptxas info    : Function properties for _Z6secondPf
+    16 bytes stack frame, 12 bytes spill stores, 8 bytes spill loads
+ptxas info    : Used 255 registers, used 0 barriers
+"""
+
+
+def test_parse() -> None:
+    """Every figure of a report, each with its own kernel."""
+    first, second = nvcc.parse(REPORT, "x.cu", "9.0")
+    assert first == nvcc.Kernel("x.cu", "9.0", "_Z5firstPf", 40, 2128, 0, 0, 0)
+    assert second == nvcc.Kernel("x.cu", "9.0", "_Z6secondPf", 255, 0, 16, 12, 8)
+    assert not first.spills
+    assert second.spills
+    lines = nvcc.table([first, second]).splitlines()
+    assert lines[0].split() == ["file", "arch", "registers", "shared", "stack", "spills", "kernel"]
+    assert lines[2].split()[2:6] == ["255", "0", "16", "20"]
+
+
+def test_flags_are_those_of_the_build() -> None:
+    """And no flag for an architecture hides in them, which cpp_extension would take for a request of its own."""
+    built = build._flags("cuda", False, None)["cuda"]
+    assert nvcc.flags("12.0", False)[: len(built)] == built
+    assert not any("arch" in flag for flag in built)
+    assert "-gencode=arch=compute_120,code=sm_120" in nvcc.flags("12.0", False)
+
+
+def test_without_nvcc(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """One line that says what to install."""
+    monkeypatch.setattr(environment, "nvcc", lambda: ("", ""))
+    assert nvcc.main([]) == 3
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_an_unknown_architecture(capsys: pytest.CaptureFixture[str]) -> None:
+    """Is refused before anything is compiled."""
+    assert nvcc.main(["--arch", "sm_90"]) == 3
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+CLEAN = "__global__ void fill(float* p) { p[threadIdx.x] = 1.f; }\n"
+SPILLS = """
+__global__ __launch_bounds__(1024, 2) void spills(float* p) {
+  float v[64];
+  for (int i = 0; i < 64; ++i) v[i] = p[i * 1024 + threadIdx.x];
+  for (int k = 0; k < 64; ++k)
+#pragma unroll
+    for (int i = 0; i < 64; ++i) v[i] = v[i] * v[(i * 7 + 3) % 64] + p[k];
+#pragma unroll
+  for (int i = 0; i < 64; ++i) p[i * 1024 + threadIdx.x] = v[i];
+}
+"""
+WARNS = "__global__ void warns(float* p) { int unused; p[0] = 1.f; }\n"
+
+VERDICTS = [(CLEAN, 0, "0 kernels spill"), (SPILLS, 1, "1 kernels spill"), (WARNS, 1, "unused")]
+Text = pytest.CaptureFixture[str]
+
+if environment.nvcc()[0]:  # where there is none, the test above is what can be shown
+
+    @pytest.mark.parametrize(("source", "status", "word"), VERDICTS, ids=["clean", "spills", "warns"])
+    def test_verdicts(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Text, source: str, status: int, word: str
+    ) -> None:
+        """Clean code passes, a spill and a warning fail by name, and do so again when asked again."""
+        (tmp_path / "csrc" / "cuda").mkdir(parents=True)
+        (tmp_path / "csrc" / "cuda" / "kernel.cu").write_text(source)
+        monkeypatch.setattr(build, "ROOT", tmp_path)
+        monkeypatch.setattr(build, "CSRC", tmp_path / "csrc")
+        monkeypatch.setenv("KDTREE_BUILD", str(tmp_path / "build"))
+        assert nvcc.main(["--arch", "9.0"]) == status
+        assert word in capsys.readouterr().out
+        assert nvcc.main(["--arch", "9.0", "--json"]) == status
+        said = json.loads(capsys.readouterr().out)
+        assert bool(said["complaints"]) == (source == WARNS)
+        assert len(said["kernels"]) == (0 if source == WARNS else 1)
