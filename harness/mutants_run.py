@@ -11,7 +11,7 @@ import os
 import platform
 import tempfile
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -21,11 +21,14 @@ from harness.cells import Cell, Verdict
 from harness.fault_catalogue import Fault
 from harness.limit import CellTimeout, limit
 from harness.matrix import Point, parse, select
+from harness.sources import ROOT
 
 LOADER = "loader"
 """The name under which the hostile files are run."""
+OPERATIONS = "operations"
+"""The name under which the tests of single operations are run: what is too small to show in a whole model."""
 CELL_SECONDS = 60.0  # a cell takes 1.3 s; a machine shared with compilers may be many times slower
-SILENCE_SECONDS = 240.0  # without a report: CELL_SECONDS, its grace, and as much again for the trace
+SILENCE_SECONDS = 400.0  # without a report: a cell, its grace and its trace, or the operations on a busy machine
 THREADS = 4  # also on machines with fewer processors, so that threads interleave
 PLAIN = "neon" if platform.machine() in ("aarch64", "arm64") else "base"
 """What this machine calls the kernels of isa_base.cpp."""
@@ -51,7 +54,7 @@ class Outcome:
 
 
 def order(fault: Fault, points: Sequence[Point]) -> list[str]:
-    """Everything that may catch ``fault``, what is likely to catch it first: cell ids and `LOADER`."""
+    """Everything that may catch ``fault``, what is likely to first: cell ids, `LOADER` and `OPERATIONS`."""
 
     def rank(point: Point) -> tuple[int, ...]:
         likely = [point.decoder == "ddtree"] if fault.group == "trees" else [point.decoder == "ar"]
@@ -64,7 +67,7 @@ def order(fault: Fault, points: Sequence[Point]) -> list[str]:
     if fault.first:
         chosen = [point.id for point in select(points, fault.first)]
         ids = [id for id in ids if id in chosen] + [id for id in ids if id not in chosen]
-    return [LOADER, *ids] if fault.group == "loader" else [*ids, LOADER]
+    return [LOADER, *ids, OPERATIONS] if fault.group == "loader" else [*ids, LOADER, OPERATIONS]
 
 
 def run(fault: Fault, library: Path, names: Sequence[str], bundles: Mapping[str, Path]) -> Outcome:
@@ -121,7 +124,12 @@ def _child(report: Connection, device: str, isa: str, library: str, names: list[
     runner = Runner("csrc", bundles, seconds=CELL_SECONDS, host="", worker="")
     for name in names:
         report.send(("start", name))
-        failed = _loader(device, bundles, report) if name == LOADER else _cell(runner, name, report)
+        if name == LOADER:
+            failed = _loader(device, bundles, report)
+        elif name == OPERATIONS:
+            failed = _operations(device)
+        else:
+            failed = _cell(runner, name, report)
         if failed is not None:
             report.send(("failed", failed))
             return
@@ -149,6 +157,36 @@ def _failure(cell: Cell) -> dict[str, Any] | None:
         "detail": cell.detail,
         "tap": divergence.tap if divergence else "",
         "divergence": divergence.detail if divergence else "",
+    }
+
+
+class _FirstFailure:
+    """A pytest plugin that notes the first failed test."""
+
+    id = detail = ""
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        if report.failed and not self.id:
+            self.id = report.nodeid
+            self.detail = next((line[2:] for line in report.longreprtext.splitlines() if line.startswith("E ")), "")
+
+
+def _operations(device: str) -> dict[str, Any] | None:
+    import pytest
+
+    first = _FirstFailure()
+    tests = sorted(str(path) for path in (ROOT / "tests" / "engine").glob("test_op_*.py"))
+    chosen = "cuda" if device == "cuda" else "not cuda"
+    arguments = ["-x", "-q", "-k", chosen, "-p", "no:cacheprovider", "-p", "no:xdist", "--rootdir", str(ROOT)]
+    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
+        status = pytest.main([*arguments, *tests], plugins=[first])
+    if status == 0:
+        return None
+    return {
+        "caught_by": f"{OPERATIONS}: {Path(first.id).name or f'pytest ended with {int(status)}'}",
+        "verdict": Verdict.ERROR.value,
+        "margin": float("inf"),
+        "detail": first.detail.strip(),
     }
 
 

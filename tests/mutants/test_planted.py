@@ -12,7 +12,7 @@ from harness import bundles, mutants, mutants_run
 from harness.fault_catalogue import CatalogueError, Edit, Fault, load, plant
 from harness.matrix import configs, expected
 from harness.mutants_build import CompileError, Workshop
-from harness.mutants_run import LOADER, LOADER_CONFIG, Outcome
+from harness.mutants_run import LOADER, LOADER_CONFIG, OPERATIONS, Outcome
 
 CELLS = [f"int4-ar-{LOADER_CONFIG}-cpu", f"fp32-ddtree-{LOADER_CONFIG}-noisy-cpu", LOADER]
 BY_NAME = {fault.name: fault for fault in load()}
@@ -56,6 +56,15 @@ def test_a_loader_fault_is_caught_by_a_file(workshop: Workshop, paths: dict[str,
     assert found.detail.startswith("says 'MissingTensor: FILE: ")
 
 
+def test_what_no_cell_sees_is_caught_by_the_operations(
+    workshop: Workshop, paths: dict[str, Path], tmp_path: Path
+) -> None:
+    fault = BY_NAME["exp_constant_mistyped"]
+    found = outcome(fault, workshop, paths, tmp_path, f"fp32-ar-{LOADER_CONFIG}-cpu", OPERATIONS)
+    assert found.caught_by.startswith(f"{OPERATIONS}: test_op_")
+    assert found.ran == 2
+
+
 def test_white_space_passes(workshop: Workshop, paths: dict[str, Path], tmp_path: Path) -> None:
     fault = Fault("white_space", "controls", "", (Edit("cpu/norm.cpp", 'count("embed");', 'count( "embed" );'),))
     found = outcome(fault, workshop, paths, tmp_path)
@@ -92,7 +101,7 @@ def test_all_cells_are_tried_before_a_fault_is_not_caught() -> None:
     points = expected(["cpu"])
     for fault in BY_NAME.values():
         names = mutants_run.order(fault, points)
-        assert sorted(names) == sorted([LOADER, *(point.id for point in points)])
+        assert sorted(names) == sorted([LOADER, OPERATIONS, *(point.id for point in points)])
     assert mutants_run.order(BY_NAME["tensor_twice"], points)[0] == LOADER
     assert mutants_run.order(BY_NAME["position_by_row"], points)[0].split("-")[1] == "ddtree"
     assert LOADER_CONFIG in configs()
