@@ -9,17 +9,24 @@ import argparse
 import json
 import os
 import sys
+import tempfile
 from collections.abc import Sequence
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from harness.cells import INFRASTRUCTURE, PASSED
 from harness.cli import Parser
 from harness.files import write_atomic
-from harness.matrix import DEVICES, PRECISIONS
+from harness.matrix import DEVICES
+
+if TYPE_CHECKING:
+    from harness.bench.cases import Case
+    from harness.bench.ceilings import Ceilings
+    from harness.bench.step import Plan
 
 WHAT = ("project", "ops", "step")
+EXPERTS_CHOSEN = 8  # by a token of K2.6
 CONFIGS = ("tiny", "tiny2", "experts", "long")
 SCHEMA = 1
 
@@ -57,12 +64,19 @@ def _parser() -> Parser:
     parser.add_argument(
         "--filter", action="append", default=[], metavar="TEXT", help="cases whose name has it; repeatable"
     )
-    parser.add_argument("--list", action="store_true", help="the names of the cases of ops, and nothing else")
+    parser.add_argument("--list", action="store_true", help="the names that --filter takes, and nothing else")
     parser.add_argument("--seconds", type=_positive, default=0.5, help="of sampling per case and peer (default 0.5)")
     parser.add_argument("--no-peers", action="store_true", help="the engine alone")
     parser.add_argument("--config", action="append", choices=CONFIGS, help="step: of these (default: all of them)")
     parser.add_argument("--width", action="append", type=_width, help="step: rows of a tree (default 2, 4, ... 64)")
     parser.add_argument("--drafter", default="noisy", help="step: oracle, noisy or hostile (default noisy)")
+    parser.add_argument(
+        "--k26",
+        type=int,
+        metavar="EXPERTS",
+        help="step: also a model of K2.6's sizes, 1 dense and 3 MoE layers, so many experts (384: a file of 42 GB)",
+    )
+    parser.add_argument("--scratch", type=Path, metavar="DIR", help="where that file lies meanwhile (default: TMPDIR)")
     parser.add_argument("--runs", type=int, default=3, help="project: of each command (default 3)")
     parser.add_argument("--full", action="store_true", help="project: also nox -s test")
     return parser
@@ -91,24 +105,31 @@ def header(device: str) -> dict[str, Any]:
     }
 
 
-def _ops(options: argparse.Namespace, out: dict[str, Any]) -> bool:
-    from harness.bench import ceilings, ops, peers, plot
-    from harness.bench.cases import cases, choose
+def _limits(options: argparse.Namespace, out: dict[str, Any]) -> Ceilings:
+    from harness.bench import ceilings
 
-    chosen = choose(cases(options.device), options.filter)
-    _say(f"ops: {len(chosen)} cases; measuring this machine's ceilings")
+    if "ceilings" not in out["header"]:
+        _say("measuring this machine's ceilings")
     limits = ceilings.measure(options.device)
-    known = [] if options.no_peers else peers.peers(options.device)
+    if "ceilings" not in out["header"]:
+        peaks = ", ".join(f"{kind} {peak / 1e9:.0f} GFLOP/s" for kind, peak in limits.matmul.items())
+        node = "" if limits.empty_node_us is None else f", empty graph node {limits.empty_node_us:.2f} us"
+        _say(f"ceilings: read {limits.read / 1e9:.1f} GB/s, matmul {peaks}{node}")
     out["header"]["ceilings"] = {
         "read_bytes_per_second": limits.read,
         "matmul_flops_per_second": limits.matmul,
         "empty_graph_node_us": limits.empty_node_us,
         "cache_bytes": limits.cache_bytes,
     }
+    return limits
+
+
+def _ops(options: argparse.Namespace, chosen: Sequence[Case], out: dict[str, Any]) -> bool:
+    from harness.bench import ops, peers, plot
+
+    limits = _limits(options, out)
+    known = [] if options.no_peers else peers.peers(options.device)
     out["header"]["peers"] = {p.name: {"what": p.what, "absent": p.absent} for p in known}
-    peaks = ", ".join(f"{kind} {peak / 1e9:.0f} GFLOP/s" for kind, peak in limits.matmul.items())
-    node = "" if limits.empty_node_us is None else f", empty graph node {limits.empty_node_us:.2f} us"
-    _say(f"ceilings: read {limits.read / 1e9:.1f} GB/s, matmul {peaks}{node}")
     for peer in known:
         _say(f"peer {peer.name}: {'absent, ' + peer.absent if peer.absent else peer.what}")
     present = [peer for peer in known if not peer.absent]
@@ -121,18 +142,22 @@ def _ops(options: argparse.Namespace, out: dict[str, Any]) -> bool:
     return not failed
 
 
-def _step(options: argparse.Namespace, out: dict[str, Any]) -> bool:
-    from harness.bench import step
+def _step(options: argparse.Namespace, chosen: Sequence[Plan], out: dict[str, Any]) -> bool:
+    from harness.bench import k26, step
     from harness.engines import create
     from harness.matrix import Point
     from harness.prepare import prepare
 
-    configs = options.config or CONFIGS
-    points = [Point("fp32", "ar", config, "", options.device) for config in configs]
-    bundles = prepare("csrc", points, _say)
-    engine = create("csrc", options.device)
-    widths = options.width or step.WIDTHS
-    found = step.run(engine, bundles, PRECISIONS, options.drafter, widths, options.filter, _say)
+    configs = dict.fromkeys(plan.config for plan in chosen)
+    points = [Point("fp32", "ar", config, "", options.device) for config in configs if config != step.K26]
+    files = prepare("csrc", points, _say) if points else {}
+    limits = _limits(options, out)
+    with tempfile.TemporaryDirectory(prefix="kdtree-bench-", dir=options.scratch) as folder:
+        if step.K26 in configs:
+            files[step.K26] = Path(folder) / "k26.kdtr"
+            k26.write(files[step.K26], k26.model(n_routed_experts=options.k26), _say)
+        engine = create("csrc", options.device)
+        found = step.run(engine, files, chosen, options.drafter, limits, _say)
     out["steps"] = [line.as_json() for line in found]
     return True
 
@@ -155,14 +180,19 @@ def main(argv: Sequence[str]) -> int:
         parser.error(f"{unknown[0]!r} is none of {', '.join(WHAT)}")
     if options.runs < 1:
         parser.error(f"--runs {options.runs} is below 1")
+    if options.k26 is not None and options.k26 < EXPERTS_CHOSEN:
+        parser.error(f"--k26 {options.k26} is below the {EXPERTS_CHOSEN} experts that a token chooses")
     from harness.bench.cases import cases, choose
+    from harness.bench.step import K26, WIDTHS, plans
 
-    chosen = choose(cases(options.device), options.filter)
+    configs = [*(options.config or CONFIGS), *([K26] if options.k26 else [])]
+    chosen = choose(cases(options.device), options.filter) if "ops" in wanted else []
+    steps = plans(configs, options.width or WIDTHS, options.filter) if "step" in wanted else []
+    if not chosen and not steps and "project" not in wanted:
+        parser.error(f"--filter {' '.join(options.filter)} chooses nothing; `kdtree bench --list` shows the names")
     if options.list:
-        print("\n".join(case.name for case in chosen))
+        print("\n".join([case.name for case in chosen] + [plan.name for plan in steps]))
         return PASSED
-    if "ops" in wanted and not chosen:
-        parser.error(f"--filter {' '.join(options.filter)} chooses no case; `kdtree bench --list` shows them")
     from harness.build import BuildError
     from harness.prepare import Infrastructure, usable_devices
     from harness.protocol import EngineError
@@ -171,11 +201,10 @@ def main(argv: Sequence[str]) -> int:
     try:
         usable_devices("csrc", [options.device], [])
         out["header"] = header(options.device)
-        good = True
-        for name, run in (("project", _project), ("ops", _ops), ("step", _step)):
-            if name in wanted:
-                good = run(options, out) and good
-    except (Infrastructure, EngineError, BuildError) as error:
+        good = _project(options, out) if "project" in wanted else True
+        good = (_ops(options, chosen, out) if chosen else True) and good
+        good = (_step(options, steps, out) if steps else True) and good
+    except (Infrastructure, EngineError, BuildError, OSError) as error:
         print(f"kdtree bench: {error}", file=sys.stderr)
         return INFRASTRUCTURE
     out["header"]["load_average_after"] = list(os.getloadavg())

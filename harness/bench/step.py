@@ -9,19 +9,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from harness.bench import clock
+from harness.bench import clock, k26, targets
+from harness.bench.ceilings import Ceilings
 from harness.bench.work import forward_bytes
 from harness.golden import Golden
+from harness.matrix import PRECISIONS
 from harness.protocol import Decoded, DecodeRequest, Engine, Session
 from refs.config import ModelConfig
+from refs.kdtr import read
 
 Say = Callable[[str], None]
 RUNS = 9
 BLOCK = 8
 WIDTHS = (2, 4, 8, 16, 32, 64)
+K26 = "k26"
 
 
 @dataclass(frozen=True)
@@ -46,24 +51,53 @@ class Step:
     bytes: int
     """Of one forward of M rows at the decode's middle."""
     tokens_per_gigabyte: float
+    x_floor: float
+    """Against reading those bytes once and doing nothing else."""
+    targets: dict[str, str]
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
 
 
-def requests(golden: Golden, drafter: str, widths: Sequence[int]) -> list[tuple[str, int, DecodeRequest]]:
-    """Decoder, width and request: AR, then DDTree at every width. Greedy; recording would cost what is timed."""
+@dataclass(frozen=True)
+class Plan:
+    """One decoder of one model at one width: a name and what to time."""
+
+    config: str
+    precision: str
+    decoder: str
+    M: int
+
+    @property
+    def name(self) -> str:
+        return f"step-{self.precision}-{self.decoder}-{self.config}-m{self.M}"
+
+
+def plans(configs: Sequence[str], widths: Sequence[int], patterns: Sequence[str]) -> list[Plan]:
+    """Every plan whose name a pattern chooses (none: all); AR is width 1. K2.6's experts are INT4 alone."""
+    found = [
+        Plan(config, precision, "ar" if m == 1 else "ddtree", m)
+        for config in configs
+        for precision in (PRECISIONS if config != K26 else ("int4",))
+        for m in (1, *widths)
+    ]
+    return [p for p in found if not patterns or any(t in p.name or fnmatchcase(p.name, t) for t in patterns)]
+
+
+def recorded(path: Path, precision: str, drafter: str, widths: Sequence[int]) -> dict[int, DecodeRequest]:
+    """A bundle's own run by width: AR, and DDTree with a drafter that it records. Greedy, and without a log."""
+    golden = Golden.open(path, precision)
     greedy: Any = {"temperature": 0.0, "record": False}
-    found = [("ar", 1, golden.request(**greedy))]
+    found = {1: golden.request(**greedy)}
     if drafter in golden.meta["run"]["drafters"]:
-        found += [("ddtree", m, golden.request(drafter, **greedy, block_size=BLOCK, budget=m - 1)) for m in widths]
+        found |= {m: golden.request(drafter, **greedy, block_size=BLOCK, budget=m - 1) for m in widths if m > 1}
     return found
 
 
 def measure(session: Session, request: DecodeRequest, runs: int = RUNS) -> tuple[clock.Timing, Decoded, float]:
     """Microseconds a forward over ``runs`` decodes, after one that warms caches and graphs; and its mean rows."""
-    recorded = session.decode(replace(request, record=True))
-    rows = [len(r.tokens) for r in recorded.rounds] or [1]
+    logged = session.decode(replace(request, record=True))
+    rows = [len(r.tokens) for r in logged.rounds] or [1]
     session.decode(request)
     decodes = [session.decode(request) for _ in range(runs)]
     samples = [1e6 * d.decode_seconds / max(d.forwards, 1) for d in decodes]
@@ -71,19 +105,21 @@ def measure(session: Session, request: DecodeRequest, runs: int = RUNS) -> tuple
 
 
 def line(
-    config: str, precision: str, decoder: str, m: int, device: str, model: ModelConfig, prompt: int,
-    measured: tuple[clock.Timing, Decoded, float],
+    plan: Plan, device: str, model: ModelConfig, prompt: int, measured: tuple[clock.Timing, Decoded, float],
+    limits: Ceilings,
 ) -> Step:  # fmt: skip
     """The figures of one measurement."""
     timing, decoded, rows = measured
     tokens, forwards = len(decoded.tokens), max(decoded.forwards, 1)
-    size = forward_bytes(model, precision, m, prompt + tokens // 2)
+    size = forward_bytes(model, plan.precision, plan.M, prompt + tokens // 2)
+    x_floor = timing.us / limits.floor_us(size)
+    held = targets.verdicts(device, plan.name, plan.M, timing.us, x_floor, {})
     return Step(
-        case=f"step-{precision}-{decoder}-{config}-m{m}",
-        config=config,
-        precision=precision,
-        decoder=decoder,
-        M=m,
+        case=plan.name,
+        config=plan.config,
+        precision=plan.precision,
+        decoder=plan.decoder,
+        M=plan.M,
         device=device,
         us=timing.us,
         q1=timing.q1,
@@ -95,47 +131,43 @@ def line(
         tokens_per_second=tokens / (1e-6 * timing.us * forwards),
         bytes=size,
         tokens_per_gigabyte=tokens / (1e-9 * size * forwards),
+        x_floor=x_floor,
+        targets={goal: targets.word(bool(good)) for goal, good in held},
     )
 
 
 def text(s: Step) -> str:
     """The line for a reader."""
-    return (
+    goals = [f"target {goal}: {how}" for goal, how in s.targets.items()]
+    figures = (
         f"{s.case:<36} {s.us:>9.1f} us a forward [{s.q1:.1f}, {s.q3:.1f}]  {s.tokens} tokens in {s.forwards} forwards"
         f" of {s.rows:.1f} rows  {s.tokens_per_second:>9.0f} tokens/s  {s.tokens_per_gigabyte:>9.0f} tokens/GB read"
+        f"  {s.x_floor:.2f}x the floor"
     )
+    return "  ".join([figures, *goals])
 
 
 def run(
-    engine: Engine,
-    bundles: dict[str, Path],
-    precisions: Sequence[str],
-    drafter: str,
-    widths: Sequence[int],
-    patterns: Sequence[str],
-    say: Say,
+    engine: Engine, files: dict[str, Path], chosen: Sequence[Plan], drafter: str, limits: Ceilings, say: Say
 ) -> list[Step]:
-    """Every config and precision whose case a pattern chooses (none: all)."""
+    """Every plan in turn; one whose bundle does not record ``drafter`` has no line. Raises EngineError."""
     found: list[Step] = []
-    for config, path in bundles.items():
-        for precision in precisions:
-            golden = Golden.open(path, precision)
-            model = ModelConfig.of(golden.file.fields, str(path))
-            chosen = [
-                (decoder, m, request)
-                for decoder, m, request in requests(golden, drafter, widths)
-                if not patterns or any(p in f"step-{precision}-{decoder}-{config}-m{m}" for p in patterns)
-            ]
-            if not chosen:
-                continue
-            session = engine.load(path, precision, max_rows=max(m for _, m, _ in chosen))
-            try:
-                for decoder, m, request in chosen:
-                    measured = measure(session, request)
-                    found.append(
-                        line(config, precision, decoder, m, engine.device, model, len(golden.prompt), measured)
-                    )
-                    say(text(found[-1]))
-            finally:
-                session.close()
+    for config, precision in dict.fromkeys((p.config, p.precision) for p in chosen):
+        path, mine = files[config], [p for p in chosen if (p.config, p.precision) == (config, precision)]
+        model = ModelConfig.of(read(path).fields, str(path))
+        widths = tuple(p.M for p in mine if p.M > 1)
+        given = k26.requests(model, widths, BLOCK) if config == K26 else recorded(path, precision, drafter, widths)
+        say(f"{config}: loading in {precision}")
+        session = engine.load(path, precision, max_rows=max(p.M for p in mine))
+        try:
+            for plan in mine:
+                if plan.M not in given:
+                    say(f"{plan.name}: the bundle records no drafter {drafter}")
+                    continue
+                request = given[plan.M]
+                measured = measure(session, request)
+                found.append(line(plan, engine.device, model, len(request.prompt), measured, limits))
+                say(text(found[-1]))
+        finally:
+            session.close()
     return found

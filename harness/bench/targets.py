@@ -15,7 +15,7 @@ CPU_READ_SHARE = 0.9
 
 @dataclass(frozen=True)
 class Target:
-    """``case`` as a shell pattern over case names, ``widths`` the M it holds for (empty: all)."""
+    """``case`` as a shell pattern over the names of cases and steps, ``widths`` the M it holds for (empty: all)."""
 
     device: str
     case: str
@@ -49,6 +49,8 @@ TARGETS = (
     Target("cuda", "k26-tree_build-*-b64-*", us=18.0),
     Target("cuda", "k26-accept-*", us=10.0),
     Target("cuda", "k26-kv_commit-*", us=10.0),
+    Target("cuda", "step-int4-ar-k26-*", (1,), 1.25),
+    Target("cuda", "step-int4-ddtree-k26-*", (16,), 1.18),
     Target("cpu", "k26-linear-int4-*", (1,), peers=(("ggml", 1.2),)),
     Target("cpu", "k26-linear-f32-*", (4,), floor=1 / CPU_READ_SHARE),
 )

@@ -8,7 +8,9 @@ from fnmatch import fnmatchcase
 import pytest
 
 from harness.bench.cases import cases, choose
+from harness.bench.command import CONFIGS
 from harness.bench.operands import binary_parents, paths, routes
+from harness.bench.step import K26, WIDTHS, plans
 from harness.bench.targets import TARGETS, verdicts
 from harness.sources import ROOT
 
@@ -52,7 +54,9 @@ def test_choosing() -> None:
 @pytest.mark.parametrize("target", TARGETS, ids=lambda t: f"{t.device}-{t.case}-{t.widths}")
 def test_every_target_is_of_some_case(target: object) -> None:
     t = target
-    matched = [c.M for c in cases(t.device) if fnmatchcase(c.name, t.case)]  # type: ignore[attr-defined]
+    steps = plans([*CONFIGS, K26], WIDTHS, [])
+    named = [(c.name, c.M) for c in [*cases(t.device), *steps]]  # type: ignore[attr-defined]
+    matched = [m for name, m in named if fnmatchcase(name, t.case)]  # type: ignore[attr-defined]
     assert matched
     assert set(t.widths) <= set(matched)  # type: ignore[attr-defined]
 

@@ -1,0 +1,97 @@
+"""The command: its JSON and plot, its filters, and its exit statuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from harness.bench import ceilings, plot
+from harness.bench.ceilings import Ceilings
+from harness.cells import INFRASTRUCTURE, PASSED
+from harness.cli import main
+
+LIMITS = Ceilings(1e10, {"f32": 1e11}, None, 1 << 16, lambda size: size / 1e4)
+FIELDS = {"case", "op", "M", "K", "N", "T", "device", "us", "bytes", "flops", "x_floor", "peers"}
+
+
+@pytest.fixture
+def known_ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ceilings, "measure", lambda device: LIMITS)
+
+
+@pytest.mark.usefixtures("known_ceilings")
+def test_ops_and_step_write_json_and_a_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, picture = tmp_path / "bench.json", tmp_path / "bench.svg"
+    arguments = ["bench", "ops", "step", "--filter", "tiny-linear-f32-k64-n128-m1", "--filter", "step-fp32-ar-tiny-m1"]
+    arguments += ["--seconds", "0.001", "--config", "tiny", "--json", str(out), "--plot", str(picture)]
+    assert main(arguments) == PASSED
+    found = json.loads(out.read_text())
+    [line] = found["cases"]
+    assert set(line) >= FIELDS
+    assert (line["M"], line["K"], line["N"], line["bytes"]) == (1, 64, 128, 4 * (64 * 128 + 64 + 128))
+    assert line["x_floor"] == pytest.approx(line["us"] / (line["bytes"] / 1e4))
+    assert line["roofline"] == pytest.approx(1e6 * line["bytes"] / 1e10 / line["us"])
+    assert line["peers"]["torch"] > 0
+    [step] = found["steps"]
+    assert step["tokens_per_second"] == pytest.approx(1e6 * step["tokens"] / (step["us"] * step["forwards"]))
+    assert step["tokens_per_gigabyte"] == pytest.approx(1e9 / step["bytes"])
+    assert step["x_floor"] == pytest.approx(step["us"] / (step["bytes"] / 1e4))
+    assert set(found["header"]) >= {"device", "commit", "threads", "ceilings", "peers", "load_average"}
+    assert found["not_measured"] == {"ops": {}}
+    assert "tiny-linear-f32-k64-n128-m1" in picture.read_text()
+    assert "% of the roofline" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["--filter", "no such case"], "chooses nothing"),
+        (["ops", "--filter", "step-"], "chooses nothing"),
+        (["step", "--filter", "tiny-linear"], "chooses nothing"),
+        (["--k26", "7"], "--k26 7"),
+        (["speed"], "'speed' is none of"),
+        (["--runs", "0"], "--runs 0"),
+        (["--seconds", "0"], "not above 0"),
+        (["--width", "1"], "below 2"),
+    ],
+)
+def test_wrong_arguments_are_3(arguments: list[str], reason: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", *arguments]) == INFRASTRUCTURE
+    assert reason in capsys.readouterr().err
+
+
+def test_the_list_is_the_filtered_names(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "--list", "--filter", "tree_build-n163840", "--filter", "step-int4-*-tiny-m4"]) == PASSED
+    said = capsys.readouterr().out.split()
+    assert said == [
+        "k26-tree_build-n163840-l15-b16-m17",
+        "k26-tree_build-n163840-l15-b64-m65",
+        "step-int4-ddtree-tiny-m4",
+    ]
+
+
+def test_the_cache_size_is_the_largest_of_the_first_processor(tmp_path: Path) -> None:
+    for index, size in enumerate(("32K", "1024K", "32M")):
+        (tmp_path / f"index{index}").mkdir()
+        (tmp_path / f"index{index}" / "size").write_text(size + "\n")
+    assert ceilings.cpu_cache_bytes(tmp_path) == 32 << 20
+    assert ceilings.cpu_cache_bytes(tmp_path / "none") == ceilings.DEFAULT_CACHE
+
+
+def test_the_roofline_is_the_slower_of_reading_and_computing() -> None:
+    assert LIMITS.roofline_us(10**7, 0, "f32") == 1e3
+    assert LIMITS.roofline_us(10**7, 10**9, "f32") == 1e4
+    assert LIMITS.roofline_us(0, 10**9, "int4") == 1e4
+
+
+def test_bars_are_as_long_as_their_shares() -> None:
+    svg = ElementTree.fromstring(plot.roofline('a & "b"', [("x<y", 0.5, True), ("z", 1.7, False), ("w", 0.0, True)]))
+    bars = list(svg.iter("{http://www.w3.org/2000/svg}rect"))
+    assert [float(bar.get("width", "")) for bar in bars] == [plot.BAR / 2, plot.BAR, 0.0]
+    assert [bar.get("class") for bar in bars] == ["bar", "warm", "bar"]
+    texts = "".join(svg.itertext())
+    assert "x<y" in texts
+    assert "170.0 %" in texts

@@ -1,0 +1,68 @@
+"""Plans of steps, and the K2.6-shaped model: its file loads and decodes, and its full size is what the facts say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from engine import create
+from harness.bench import k26, step, work
+from harness.bench.ceilings import Ceilings
+from harness.bundles import ensure
+from refs import kdtr
+
+SMALL = {
+    "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32, "vocab_size": 300, "num_heads": 2,
+    "q_lora_rank": 16, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16,
+    "n_routed_experts": 12, "max_context": 64,
+}  # fmt: skip
+LIMITS = Ceilings(1e10, {"f32": 1e11}, None, 1 << 16, lambda size: size / 1e4)
+
+
+def test_plans_are_ar_once_and_a_tree_for_each_width() -> None:
+    names = [p.name for p in step.plans(["tiny", step.K26], [4], [])]
+    assert names == [
+        "step-fp32-ar-tiny-m1", "step-fp32-ddtree-tiny-m4", "step-int4-ar-tiny-m1", "step-int4-ddtree-tiny-m4",
+        "step-int4-ar-k26-m1", "step-int4-ddtree-k26-m4",
+    ]  # fmt: skip
+    assert [p.name for p in step.plans(["tiny"], [4], ["int4-ar"])] == ["step-int4-ar-tiny-m1"]
+
+
+def test_requests_of_a_bundle_have_the_asked_widths() -> None:
+    path = ensure(["tiny"])["tiny"]
+    found = step.recorded(path, "int4", "noisy", [2, 16])
+    assert {m: (r.draft is not None, r.budget, r.record) for m, r in found.items()} == {
+        1: (False, 0, False),
+        2: (True, 1, False),
+        16: (True, 15, False),
+    }
+    assert list(step.recorded(path, "int4", "unheard of", [2])) == [1]
+
+
+def test_the_full_model_has_k26_sizes() -> None:
+    full = k26.model()
+    assert k26.size(full) == pytest.approx(42e9, rel=0.03)
+    expert = 3 * 2048 * 7168 * 9 // 16  # half a byte a weight, a bf16 scale for 32 of them
+    without = 3 * 376 * (expert + 4 * (7168 + 1))  # in three layers, with their lines of router and bias
+    assert k26.size(full) - k26.size(k26.model(n_routed_experts=8)) == without
+    idle = 3 * 376 * expert + 4 * 163840 * 7168  # a row reads 8 experts a layer, and one line of the embedding
+    assert work.forward_bytes(full, "int4", 1, 0) == k26.size(full) - idle + 4 * 7168
+
+
+def test_a_small_one_is_written_loaded_and_timed(tmp_path: Path) -> None:
+    config, path, said = k26.model(**SMALL), tmp_path / "small.kdtr", []
+    k26.write(path, config, said.append)
+    assert len(said) == len(config.stored("int4"))
+    file = kdtr.read(path)
+    assert sum(entry.size for entry in file.entries.values()) == k26.size(config)
+    assert np.array_equal(file.tensor("final_norm.w"), np.ones(64, np.float32))
+    lines: list[str] = []
+    chosen = step.plans([step.K26], [4], [])
+    found = step.run(create("cpu"), {step.K26: path}, chosen, "noisy", LIMITS, lines.append)
+    assert [(s.case, s.M) for s in found] == [("step-int4-ar-k26-m1", 1), ("step-int4-ddtree-k26-m4", 4)]
+    assert all(s.tokens == k26.TOKENS and s.us > 0 for s in found)
+    assert found[0].forwards == k26.TOKENS
+    assert found[1].rows > 3, "trees are full but for the last tokens"
+    assert found[1].bytes > found[0].bytes
