@@ -142,6 +142,15 @@ def test_lse_in_segments_and_lanes(ops: Ops, vocab: int) -> None:
     check(Built(ops, draft, 3), draft, 3)
 
 
+@pytest.mark.parametrize("vocab", [300, 4097, 8193, 9000, 20000])
+def test_log_probability_to_the_bit(ops: Ops, vocab: int) -> None:
+    """Enough rows that another order of summation, other lanes or other segments would show."""
+    for seed in range(12):
+        draft = draw(np.random.default_rng(seed), 1, vocab) * (seed + 1)
+        want = np.float64(F(draft[0].max() - lse32(draft[0])))
+        assert Built(ops, draft, 1).scores[1] == want, f"seed {seed}"
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_exact_ties(ops: Ops, seed: int) -> None:
     """Logits from three values alone: equal logits in a depth, equal scores between branches."""

@@ -15,6 +15,7 @@ import engine
 from engine.library import library
 from engine.session import CsrcSession
 from harness.protocol import F32, OPERATION_TAPS, DecodeRequest, Draft, Engine, RequestError, Session
+from refs.sampling import choose
 
 TREE = [-1, 0, 0, 1, 1, 2, 3, 6, 0]
 
@@ -282,6 +283,17 @@ def test_sampled_trees_equal_sampled_ar(session: CsrcSession, tiny2: Path, preci
             some += sum(tree.accepted_per_round) - tree.forwards
     assert len(seen) == 4
     assert some > 0, "no tree was ever accepted, so nothing was compared"
+
+
+def test_samples_are_the_references(session: CsrcSession, tiny2: Path, precision: str) -> None:
+    """Token by token from the recorded logits, by refs/sampling.py; both halves of the seed count."""
+    bundle = Bundle(tiny2)
+    for seed in (7, 7 + 2**32, 2**64 - 1):
+        got = session.decode(bundle.request(precision, temperature=1.3, seed=seed))
+        assert got.logits is not None
+        start = len(bundle.prompt) - 1
+        want = [choose(row, start + i, 1.3, seed) for i, row in enumerate(got.logits[:-1])]
+        assert list(got.tokens) == want
 
 
 def softmax(row: F32, temperature: float) -> Array:
