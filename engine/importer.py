@@ -16,7 +16,6 @@ import itertools
 import json
 import re
 import resource
-import shutil
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -131,14 +130,9 @@ def run(args: argparse.Namespace, out: TextIO, err: TextIO) -> int:
         for note in _notes(hf, plan, _end_token_note(args.source, plan.config.eos_id)):
             print(note, file=err)
         if not args.dry_run:
-            free = shutil.disk_usage(args.output.parent).free
             with stream:
                 if stream.done:
                     print(f"going on: {len(stream.done)} of {len(tensors)} tensors are already written", file=err)
-                need = sum(e.size for e in stream.pending())
-                if need > free:
-                    print(f"{args.output}: needs {need / 1e9:.1f} GB, the disk has {free / 1e9:.1f}", file=err)
-                    return INCOMPLETE
                 progress = Progress(stream.file_size, err)
                 try:
                     write_model(checkpoint, plan, stream, literals, progress)

@@ -12,15 +12,16 @@ import hashlib
 import json
 import os
 import zlib
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
 
+from engine.direct_file import DirectFile
 from refs import kdtr
 
-FLUSH_BYTES = 256 << 20  # what a crash of the machine may cost; the disk writes behind the import, which never waits
+FLUSH_BYTES = 256 << 20  # about what a crash of the machine may cost
 
 
 class TargetBusy(OSError):
@@ -56,7 +57,7 @@ class KdtrStream:
         return last.offset + last.size
 
     def __enter__(self) -> KdtrStream:
-        """Take the target and believe its journal if it fits. Raises `TargetBusy`, `OSError`."""
+        """Take the target, believe its journal if it fits, reserve the space. Raises `TargetBusy`, `OSError`."""
         self._journal: BinaryIO = open(self.journal_path, "a+b")
         try:
             fcntl.flock(self._journal, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -67,12 +68,17 @@ class KdtrStream:
             raise TargetBusy(f"{self.target}: another process is writing it (it holds {self.journal_path})") from error
         self._journal.seek(0)
         self.done = self._read_journal(self._journal.read())
-        self._file: BinaryIO = open(self.partial, "r+b" if self.done else "w+b", buffering=0)
-        self._file.truncate(self.file_size)
+        try:
+            self._file = DirectFile(self.partial, self.file_size, keep=bool(self.done))
+        except OSError:
+            if not self.done:
+                self.partial.unlink(missing_ok=True)
+                self.journal_path.unlink()
+            self._journal.close()
+            raise
         if not self.done:
             self._journal.truncate(0)
             self._log({"key": self._key})
-        self._flusher = ThreadPoolExecutor(1, "flush")
         self._flush: Future[None] | None = None
         return self
 
@@ -85,7 +91,6 @@ class KdtrStream:
             return
         if isinstance(value, KeyboardInterrupt):
             self._checkpoint()
-        self._flusher.shutdown(wait=True)
         self._file.close()
         if not isinstance(value, KeyboardInterrupt | OSError):
             self.partial.unlink()
@@ -117,14 +122,14 @@ class KdtrStream:
     def begin(self, entry: kdtr.Entry) -> None:
         """The next `write` calls give this tensor's bytes in order."""
         self._entry, self._at, self._crc = entry, entry.offset, 0
+        self._file.seek(entry.offset)
 
     def write(self, data: memoryview) -> None:
         """Append to the tensor begun last."""
         self._crc = zlib.crc32(data, self._crc)
         self._bytes += len(data)
-        while data:
-            put = os.pwrite(self._file.fileno(), data, self._at)
-            data, self._at = data[put:], self._at + put
+        self._at += len(data)
+        self._file.write(data)
 
     def end(self) -> None:
         """The tensor is complete; `ValueError` if its bytes are too few or too many."""
@@ -139,14 +144,14 @@ class KdtrStream:
         """Hand what is complete to the disk, and to the journal once it is there; wait for the previous one only."""
         batch, self._written, self._bytes = self._written, [], 0
 
-        def flush() -> None:
-            os.fsync(self._file.fileno())
+        def flush(handle: int) -> None:
+            getattr(os, "fdatasync", os.fsync)(handle)  # macOS has the latter only
             self._log(*[{"tensor": name, "crc": crc} for name, crc in batch])
 
         if self._flush is not None:
             self._flush.result()
         self.done.update(batch)
-        self._flush = self._flusher.submit(flush)
+        self._flush = self._file.after(flush)
 
     def finish(self) -> None:
         """Write the head, rename, and forget the journal. Raises `OSError` where the disk does."""
@@ -157,9 +162,9 @@ class KdtrStream:
         if missing:
             raise ValueError(f"{self.target}: {missing[0]} was not written")
         entries = [replace(e, crc=self.done[e.name]) for e in self.entries]
-        os.pwrite(self._file.fileno(), kdtr.encode_head(self.fields, entries, str(self.target)), 0)
-        os.fsync(self._file.fileno())
-        self._flusher.shutdown(wait=True)
+        self._file.seek(0)
+        self._file.write(memoryview(kdtr.encode_head(self.fields, entries, str(self.target))))
+        self._file.after(os.fsync).result()
         self._file.close()
         os.replace(self.partial, self.target)
         self.journal_path.unlink()

@@ -16,7 +16,7 @@ import hf_checkpoints as hf
 import numpy as np
 import pytest
 
-from engine import convert, kdtr_stream
+from engine import convert, direct_file, kdtr_stream
 from engine.importer import DONE, INCOMPLETE, REFUSED, USAGE, main
 from engine.safetensors_reader import Checkpoint
 from refs import kdtr
@@ -33,7 +33,8 @@ def source(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks of a few rows, and a journal entry after every tensor."""
+    """Blocks of a few rows, writes of two disk blocks, and a journal entry after every tensor."""
+    monkeypatch.setattr(direct_file, "STAGE", 2 * direct_file.BLOCK)
     monkeypatch.setattr(convert, "READ_BLOCK", 500)
     monkeypatch.setattr(kdtr_stream, "FLUSH_BYTES", 1)
 
@@ -190,12 +191,10 @@ def test_sigkill_leaves_no_half_file(tmp_path: Path) -> None:
     for _ in range(3):
         run = subprocess.Popen([sys.executable, "-c", code, source, "-o", target], cwd=ROOT, stderr=subprocess.DEVNULL)
         deadline = time.monotonic() + 30
-        partial = target.with_name(f".{target.name}.partial")
-        while (
-            run.poll() is None
-            and time.monotonic() < deadline
-            and not (partial.exists() and partial.stat().st_blocks > 2000)
-        ):
+        journal = target.with_name(f".{target.name}.journal")
+        while run.poll() is None and time.monotonic() < deadline:
+            if journal.exists() and journal.read_bytes().count(b"\n") > 1:
+                break
             time.sleep(0.002)
         run.send_signal(signal.SIGKILL)
         run.wait()
@@ -226,7 +225,9 @@ def test_memory_does_not_grow_with_the_checkpoint(tmp_path: Path) -> None:
         file.truncate(8 + len(text) + end)
     assert end > 320_000_000
     target = tmp_path / "out.kdtr"
-    code = "from engine import kdtr_stream; kdtr_stream.os.fsync = lambda f: None; " + RUN  # zeros need no disk here
+    code = (
+        "from engine import kdtr_stream; kdtr_stream.os.fsync = kdtr_stream.os.fdatasync = lambda f: None; " + RUN
+    )  # zeros need no disk here
     run = subprocess.run(
         [sys.executable, "-c", code, source, "-o", target, "--json"], cwd=ROOT, capture_output=True, check=True
     )
