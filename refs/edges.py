@@ -129,6 +129,15 @@ def draft_ties(result: Result, precision: str) -> bool:
     return False
 
 
+def limit_cuts_depth(result: Result, precision: str) -> bool:
+    """The oracle's last tree is as deep as the tokens still allowed let it be; block and table reach further."""
+    run, golden = result.recipe.run, result.goldens[precision]
+    tree, path = golden.rounds["oracle"][-1]
+    committed = len(golden.tokens) - len(path)
+    reach = min(run.block_size - 1, golden.drafts["oracle"].shape[0] - committed)
+    return bool(0 < max(tree.depths) == run.max_tokens - committed - 1 < reach)
+
+
 def beyond_original(result: Result, precision: str) -> bool:
     """YaRN is on and most rows stand beyond the original context."""
     model, golden = result.recipe.model, result.goldens[precision]
@@ -168,6 +177,7 @@ EDGES: dict[str, Edge] = {
         router_ties,
         argmax_ties,
         draft_ties,
+        limit_cuts_depth,
         beyond_original,
         extreme_nibbles,
         several_accepted,

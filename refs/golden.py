@@ -147,9 +147,12 @@ def _margins(
 def _draft_tables(
     recipe: Recipe, unstopped: tuple[int, ...], precision: str, attempt: int
 ) -> dict[str, npt.NDArray[np.float32]]:
-    """[rows, V] per drafter, row r for position n+1+r, made around the tokens that follow the first."""
+    """[rows, V] per drafter, row r for position n+1+r, made around the tokens that follow the first, then any."""
     run = recipe.run
     drafted = (unstopped[1:] or unstopped)[: run.draft_rows or None]
+    if run.draft_rows > len(drafted):
+        beyond = Draws(recipe.name, attempt, "draft", precision, "beyond")
+        drafted += tuple(beyond.below(recipe.model.vocab_size, run.draft_rows - len(drafted)).tolist())
     return {
         name: DRAFTERS[name](
             drafted, recipe.model.vocab_size, Draws(recipe.name, attempt, "draft", precision, name), run.draft_step

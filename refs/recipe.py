@@ -56,7 +56,7 @@ class RunOptions:
     """Literal; else ``prompt_length`` tokens are drawn."""
     drafters: tuple[str, ...] = tuple(DRAFTERS)
     draft_rows: int = 0
-    """Rows of the draft tables; 0: one for each token that can be drafted."""
+    """Rows of the draft tables; 0: one for each token that can be drafted. Rows beyond those draft what never comes."""
     draft_step: float = 0.0
     """Draft logits are rounded to multiples of this, which makes ties; 0: not."""
     eos: str = "none"

@@ -171,6 +171,7 @@ ELSEWHERE = {  # of each edge a config that has what it asks about but does not 
     "router_ties": "block1",
     "argmax_ties": "block1",
     "draft_ties": "eos_mid",
+    "limit_cuts_depth": "block1",
     "beyond_original": "block1",
     "extreme_nibbles": "block1",
     "several_accepted": "block1",

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 
 from refs import recipe
 from refs.edges import EDGES
 from refs.errors import ConfigError
+from refs.rope import inv_freq
 
 
 def test_every_edge_asked_for_has_its_config() -> None:
@@ -43,6 +46,17 @@ def test_every_edge_asked_for_has_its_config() -> None:
     assert run["block1"].block_size == 1
     assert run["wide"].budget == 64
     assert run["sampled"].temperature > 0
+    assert run["limit"].draft_rows > run["limit"].max_tokens + run["limit"].block_size
+    assert m["vocab"].vocab_size > 2 * 4096
+    ramps = [
+        dataclasses.replace(m["yarn"], **{field: value})
+        for field, value in (
+            ("rope_original_context", m["yarn"].max_context),
+            ("rope_beta_fast", 1e9),  # the ramp then begins at pair 0
+            ("rope_beta_slow", 1e-9),  # and ends at the last
+        )
+    ]
+    assert all(not np.array_equal(inv_freq(m["yarn"]), inv_freq(other)) for other in ramps)
     assert m["budget1"].max_context == run["budget1"].prompt_length + run["budget1"].max_tokens
     assert not m["groups"].n_shared_experts
     assert not m["odd"].first_k_dense
