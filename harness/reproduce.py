@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from harness.bundle_lock import first_difference, pin_of, read_lock
+from harness.bundle_lock import LOCK, first_difference, pin_of, read_lock
 from harness.cells import FAILED, INFRASTRUCTURE, PASSED
 from harness.cli import Parser
 
@@ -95,11 +95,11 @@ def _run(command: Sequence[str], **options: Any) -> subprocess.CompletedProcess[
     return subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False, **options)
 
 
-def _child(python: str, environment: dict[str, str], arguments: Sequence[str]) -> Any:
+def _child(python: str, environment: dict[str, str], arguments: Sequence[str], sources: Path) -> Any:
     """Run this module in another interpreter; its JSON. `NotTried` if it cannot be run."""
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "NPY_"))}
     try:
-        done = _run([python, "-m", "harness.reproduce", *arguments], cwd=ROOT, env={**clean, **environment})
+        done = _run([python, "-m", "harness.reproduce", *arguments], cwd=sources, env={**clean, **environment})
     except (OSError, subprocess.TimeoutExpired) as error:
         raise NotTried(f"{type(error).__name__}: {error}") from error
     if done.returncode:
@@ -107,22 +107,22 @@ def _child(python: str, environment: dict[str, str], arguments: Sequence[str]) -
     return json.loads(done.stdout)
 
 
-def attempt(variant: Variant, configs: Sequence[str]) -> Outcome:
-    """Make the bundles in one variant and hold them against the lock."""
+def attempt(variant: Variant, configs: Sequence[str], sources: Path = ROOT) -> Outcome:
+    """Make the bundles of ``sources`` in one variant and hold them against the lock there."""
     started = time.perf_counter()
     environment = dict(variant.environment)
     try:
         if variant.disable_simd:
-            found = _child(variant.python, {}, ["--describe"])["simd"]
+            found = _child(variant.python, {}, ["--describe"], sources)["simd"]
             if not found:
                 raise NotTried("numpy dispatches to no vector extension here")
             environment["NPY_DISABLE_CPU_FEATURES"] = " ".join(found)
-        got = _child(variant.python, environment, ["--make", *configs])
+        got = _child(variant.python, environment, ["--make", *configs], sources)
         if variant.disable_simd and got["simd"]:
             raise NotTried(f"numpy kept {', '.join(got['simd'])}")
     except NotTried as reason:
         return Outcome(variant.name, "not tried", detail=str(reason))
-    pins = read_lock()
+    pins = read_lock(sources / LOCK.relative_to(ROOT))
     wrong = [
         first_difference(name, got["pins"][name], pins[name]) if name in pins else f"bundle {name}: not in the lock"
         for name in configs
@@ -221,21 +221,30 @@ def environment_with(python: str, folder: Path, which: str) -> str:
     raise failed
 
 
-def installed_outcomes(path: str, version: str, which: str, configs: Sequence[str], folder: Path) -> list[Outcome]:
-    """One Python with one numpy, with and without vector dispatch."""
+def installed_outcomes(
+    path: str, version: str, which: str, configs: Sequence[str], folder: Path, sources: Path = ROOT
+) -> list[Outcome]:
+    """One Python with one numpy, with and without vector dispatch; ``folder`` takes the environment meanwhile."""
     name = f"Python {version}, {which} numpy"
     try:
         inside = environment_with(path, folder / f"{version}-{which}", which)
     except (NotTried, OSError, subprocess.TimeoutExpired) as reason:
         return [Outcome(name, "not tried", detail=str(reason))]
     variants = [Variant(name, inside), Variant(f"{name}, vector dispatch off", inside, disable_simd=True)]
-    outcomes = [attempt(variant, configs) for variant in variants]
+    outcomes = [attempt(variant, configs, sources) for variant in variants]
     shutil.rmtree(folder / f"{version}-{which}", ignore_errors=True)
     return outcomes
 
 
-def _alone(variant: Variant, configs: Sequence[str]) -> list[Outcome]:
-    return [attempt(variant, configs)]
+def _alone(variant: Variant, configs: Sequence[str], sources: Path) -> list[Outcome]:
+    return [attempt(variant, configs, sources)]
+
+
+def frozen(folder: Path) -> Path:
+    """A copy of what the children run, so that an edit in the checkout meanwhile is not taken for a difference."""
+    for name in ("refs", "harness"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    return folder
 
 
 def run(configs: Sequence[str], *, quick: bool, say: Any) -> list[Outcome]:
@@ -245,9 +254,10 @@ def run(configs: Sequence[str], *, quick: bool, say: Any) -> list[Outcome]:
     running = platform.python_version()
     chosen = {running: sys.executable} if quick else found
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(PROCESSES) as pool:
-        jobs = [pool.submit(_alone, variant, configs) for variant in local_variants()]
+        sources = frozen(Path(folder) / "sources")
+        jobs = [pool.submit(_alone, variant, configs, sources) for variant in local_variants()]
         jobs += [
-            pool.submit(installed_outcomes, path, version, which, configs, Path(folder))
+            pool.submit(installed_outcomes, path, version, which, configs, Path(folder), sources)
             for version, path in chosen.items()
             for which in ("oldest", "newest")
         ]

@@ -23,12 +23,28 @@ def test_a_variant_that_makes_the_pinned_bytes_is_the_same() -> None:
 def test_a_difference_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     pins = bundle_lock.read_lock()
     pins["block1"] = {**pins["block1"], "sha256": "0", "tensors": {**pins["block1"]["tensors"], "lm_head.w": "0"}}
-    monkeypatch.setattr(reproduce, "read_lock", lambda: pins)
+    monkeypatch.setattr(reproduce, "read_lock", lambda path: pins)
     got = reproduce.attempt(Variant("as it is", sys.executable), CONFIGS)
     assert got.result == "differs"
     assert "bundle block1: tensor lm_head.w is the first that differs" in got.detail
-    monkeypatch.setattr(reproduce, "read_lock", dict)
+    monkeypatch.setattr(reproduce, "read_lock", lambda path: {})
     assert reproduce.attempt(Variant("as it is", sys.executable), CONFIGS).detail == "bundle block1: not in the lock"
+
+
+def test_another_expression_of_the_same_sum_is_a_difference(tmp_path: Any) -> None:
+    """A copy of the sources whose exp is numpy's: what the proof is there to see."""
+    sources = reproduce.frozen(tmp_path / "sources")
+    same = reproduce.attempt(Variant("copy", sys.executable), CONFIGS, sources)
+    assert same.result == "same"
+    path = sources / "refs" / "elementary.py"
+    path.write_text(
+        path.read_text("utf-8").replace(
+            "    t, key = x.dtype.type", "    return np.exp(x)\n    t, key = x.dtype.type", 1
+        )
+    )
+    got = reproduce.attempt(Variant("copy", sys.executable), CONFIGS, sources)
+    assert got.result == "differs"
+    assert "golden.fp32" in got.detail
 
 
 def test_vector_dispatch_is_seen_to_be_off() -> None:
