@@ -2,8 +2,9 @@
 
 On Linux whole blocks go to the disk by O_DIRECT, behind the caller's back in one thread: writing through the page cache
 of a virtual machine took 12 times the processor time and ran at a sixth of the speed (170 against 1000 MB/s), and it
-pushes out of memory what other processes read. Parts of blocks, and file systems without O_DIRECT, go through the cache.
-After a write that failed nothing further is done to the file, so that nothing is called complete that is not.
+pushes out of memory what other processes read. Parts of blocks go through the cache; everything does on file systems
+without O_DIRECT. After a write that failed nothing further is done to the file, so that nothing is called complete that
+is not.
 """
 
 from __future__ import annotations

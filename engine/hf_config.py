@@ -12,6 +12,7 @@ follows the former; ``--inner-norm-eps`` overrides it.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,7 @@ _INERT = {
     " encoder_no_repeat_ngram_size exponential_decay_length_penalty finetuning_task forced_bos_token_id"
     " forced_eos_token_id id2label is_decoder is_encoder_decoder label2id length_penalty max_length min_length"
     " no_repeat_ngram_size num_beam_groups num_beams num_return_sequences output_attentions output_hidden_states"
+    " _attn_implementation _attn_implementation_autoset attn_implementation"
     " output_scores prefix problem_type pruned_heads remove_invalid_values repetition_penalty return_dict"
     " return_dict_in_generate suppress_tokens task_specific_params temperature tf_legacy_loss tie_encoder_decoder"
     " top_k top_p torchscript typical_p use_bfloat16",
@@ -64,6 +66,8 @@ class HfConfig:
     has_mtp: bool
     unread: dict[str, Any] = field(default_factory=dict)
     """Fields nobody read because they have no effect."""
+    notes: tuple[str, ...] = ()
+    """What a user should know of a choice that was made."""
 
 
 def read_config(
@@ -127,7 +131,8 @@ def read_config(
         raise text.fail(min(unknown).removeprefix(text.prefix), reason)
     has_mtp = bool(text.values.get("num_nextn_predict_layers") or text.values.get("num_mtp_layers"))
     packed = quantization if quantization.values else None
-    return HfConfig(file, outer_kind, fields, packed, nested, tied, has_mtp, unread)
+    notes = tuple(_end_token_notes(directory, outer, text, int(fields["eos_id"])) if eos is None else ())
+    return HfConfig(file, outer_kind, fields, packed, nested, tied, has_mtp, unread, notes)
 
 
 def _positive(fields: Fields, name: str) -> float:
@@ -187,8 +192,9 @@ def _routing(text: Fields) -> dict[str, int | float]:
 
 
 def _eos(outer: Fields, text: Fields, vocab: int, override: int | None) -> int:
-    where = text if text.get("eos_token_id") is not None else outer
-    value: Any = where.get("eos_token_id") if override is None else override
+    outer_value, text_value = outer.get("eos_token_id"), text.get("eos_token_id")
+    where = outer if text_value is None else text
+    value: Any = (outer_value if text_value is None else text_value) if override is None else override
     if isinstance(value, list):
         if len(value) != 1:
             raise where.fail("eos_token_id", f"{value}: the engine stops at one token, choose it with --eos")
@@ -198,3 +204,14 @@ def _eos(outer: Fields, text: Fields, vocab: int, override: int | None) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not -1 <= value < vocab:
         raise where.fail("eos_token_id", f"{value!r} is no token of a vocabulary of {vocab}")
     return value
+
+
+def _end_token_notes(directory: Path, outer: Fields, text: Fields, chosen: int) -> Iterator[str]:
+    """Where another end token stands than the one that was taken."""
+    generation = directory / "generation_config.json"
+    said = [("the outer config", outer.get("eos_token_id"))] if outer is not text else []
+    if generation.is_file():
+        said.append((generation.name, load_json(generation).get("eos_token_id")))
+    for where, value in said:
+        if value is not None and value not in (chosen, [chosen]):
+            yield f"{where} has eos_token_id {value}, {chosen} was taken; --eos chooses another"

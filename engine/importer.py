@@ -26,7 +26,7 @@ from engine.hf_config import INNER_NORM_EPS, HfConfig, read_config
 from engine.hf_slice import Selection
 from engine.hf_tensors import Plan, Planner
 from engine.kdtr_stream import KdtrStream, TargetBusy
-from engine.safetensors_reader import CheckpointError, fingerprint, load_json, open_checkpoint
+from engine.safetensors_reader import CheckpointError, fingerprint, open_checkpoint
 from engine.transfer import Progress, write_model
 from refs import kdtr
 
@@ -80,17 +80,6 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
-def _end_token_note(source: Path, chosen: int) -> str:
-    """What generation_config.json says, where it differs from the end token that was taken."""
-    path = source / "generation_config.json"
-    if not path.is_file():
-        return ""
-    said = load_json(path).get("eos_token_id")
-    if said is None or said in (chosen, [chosen]):
-        return ""
-    return f"generation_config.json has eos_token_id {said}, the config's {chosen} was taken; --eos chooses another"
-
-
 def _summary(hf: HfConfig, plan: Plan, args: argparse.Namespace) -> dict[str, Any]:
     config = plan.config
     return {
@@ -127,7 +116,7 @@ def run(args: argparse.Namespace, out: TextIO, err: TextIO) -> int:
         sources = fingerprint(p.source.path for pieces in plan.pieces.values() for p in pieces)
         identity = json.dumps([sources, {n: hashlib.sha256(d).hexdigest() for n, d in literals.items()}]).encode()
         stream = KdtrStream(args.output, plan.config.fields(), tensors, identity)
-        for note in _notes(hf, plan, _end_token_note(args.source, plan.config.eos_id)):
+        for note in _notes(hf, plan):
             print(note, file=err)
         if not args.dry_run:
             with stream:
@@ -168,7 +157,7 @@ def _peak_rss() -> int:
         return peak if sys.platform == "darwin" else peak * 1024
 
 
-def _notes(hf: HfConfig, plan: Plan, end_token: str) -> Iterator[str]:
+def _notes(hf: HfConfig, plan: Plan) -> Iterator[str]:
     c = plan.config
     experts = (
         f"{c.n_routed_experts} experts, top {c.num_experts_per_tok}" if c.first_k_dense < c.num_layers else "dense"
@@ -179,8 +168,7 @@ def _notes(hf: HfConfig, plan: Plan, end_token: str) -> Iterator[str]:
         yield f"config fields without effect: {', '.join(sorted(hf.unread))}"
     for reason, count in sorted(plan.left_out.items()):
         yield f"left out: {count} tensors, {reason}"
-    if end_token:
-        yield end_token
+    yield from hf.notes
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -183,7 +183,7 @@ def test_quantise_on_import(tmp_path: Path) -> None:
             assert both.tensor(at).tobytes() == found.tensor(at).tobytes()
 
 
-def test_kimi_k25_layout(tmp_path: Path) -> None:
+def test_kimi_k25_layout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """``language_model.`` before every name, the text model's config nested, a vision tower beside it."""
     plain = hf.config(model_type="kimi_k2", quantization_config=hf.PACKED)
     tensors = hf.packed(plain)
@@ -193,6 +193,9 @@ def test_kimi_k25_layout(tmp_path: Path) -> None:
         "text_config": plain,
         "vision_config": {"hidden_size": 9},
         "media_placeholder_token_id": 3,
+        "bos_token_id": 1,
+        "eos_token_id": 8,
+        "pad_token_id": 2,
         "tie_word_embeddings": False,
     }
     vision: dict[str, hf.Tensor] = {
@@ -200,6 +203,7 @@ def test_kimi_k25_layout(tmp_path: Path) -> None:
         "mm_projector.linear_1.weight": ("BF16", np.zeros((3, 3), np.uint16)),
     }
     got = imported(hf.write(tmp_path / "nested", nested, vision | hf.renamed(tensors, "language_model."), 2))
+    assert "the outer config has eos_token_id 8, 7 was taken" in capsys.readouterr().err
     assert got.fields == want.fields
     for name in set(want.tensors) - {"meta.json"}:
         assert got.tensor(name).tobytes() == want.tensor(name).tobytes()
