@@ -50,7 +50,8 @@ def source_key() -> str:
     """A hash over everything under refs/ that a bundle's bytes depend on."""
     digest = hashlib.sha256()
     folder = ROOT / "refs"
-    files = [p for pattern in ("*.py", "configs/*.yaml") for p in folder.glob(pattern)]
+    patterns = ("*.py", "configs/*.yaml", "*/model.safetensors", "*/heldout.json")
+    files = [p for pattern in patterns for p in folder.glob(pattern)]
     for path in sorted(files, key=lambda p: p.relative_to(folder).as_posix()):
         data = path.read_bytes()
         digest.update(f"{path.relative_to(folder).as_posix()}\0{len(data)}\0".encode() + data)

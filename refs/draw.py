@@ -1,10 +1,15 @@
-"""Weights and prompts from random integers, one stream per tensor, so that no draw depends on another."""
+"""Weights and prompts from random integers, one stream per tensor, so that no draw depends on another.
+
+With a checkpoint the weights are its own, and a prompt is the end token and a passage of its held-out text.
+"""
 
 from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
 
+from refs import checkpoint
+from refs.errors import ConfigError
 from refs.exact import Draws
 from refs.quant import GROUP, pack, quantise
 from refs.recipe import Recipe, WeightOptions
@@ -19,19 +24,40 @@ def prompt(recipe: Recipe, attempt: int) -> tuple[int, ...]:
     if recipe.run.prompt:
         return recipe.run.prompt
     draws = Draws(recipe.name, attempt, "prompt")
+    if recipe.weights.checkpoint:
+        return _passage(recipe, draws)
     return tuple(draws.below(recipe.model.vocab_size, recipe.run.prompt_length).tolist())
 
 
 def weights(recipe: Recipe, attempt: int) -> dict[str, npt.NDArray[np.generic]]:
     """Every tensor of docs/model.md, the experts in both precisions."""
     out: dict[str, npt.NDArray[np.generic]] = {}
+    trained = checkpoint.weights(recipe.weights.checkpoint, recipe.model) if recipe.weights.checkpoint else {}
     for name, shape in recipe.model.shapes().items():
-        value = _tensor(recipe, name, shape, Draws(recipe.name, attempt, name)).astype(np.float32)
+        if trained:
+            value = trained[name]
+        else:
+            value = _tensor(recipe, name, shape, Draws(recipe.name, attempt, name)).astype(np.float32)
         out[name] = value
         if ".experts." in name:
             q, scales = quantise(value)
             out[name.removesuffix("w") + "qw"], out[name.removesuffix("w") + "sc"] = pack(q), scales
     return out
+
+
+def _passage(recipe: Recipe, draws: Draws) -> tuple[int, ...]:
+    """The end token, then the bytes from the beginning of a random line on."""
+    length = recipe.run.prompt_length - 1
+    starts = [
+        (text, at)
+        for _, text in checkpoint.heldout(recipe.weights.checkpoint)
+        for at in (0, *(i + 1 for i, byte in enumerate(text) if byte == ord("\n")))
+        if at + length <= len(text) and text[at : at + 1].isalpha()
+    ]
+    if not starts:
+        raise ConfigError(f"{recipe.name}: run: prompt_length: no held-out document is as long")
+    text, at = starts[int(draws.below(len(starts), 1)[0])]
+    return recipe.model.eos_id, *text[at : at + length]
 
 
 def _tensor(recipe: Recipe, name: str, shape: tuple[int, ...], draws: Draws) -> F64:

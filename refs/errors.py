@@ -33,3 +33,7 @@ class DrafterError(RefError):
 
 class NonFiniteError(RefError):
     """A router score or a logit is NaN or infinite."""
+
+
+class CheckpointError(RefError):
+    """Trained weights or their held-out text cannot be used."""

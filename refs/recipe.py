@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import yaml
 
+from refs import checkpoint
 from refs.config import ModelConfig
 from refs.drafters import DRAFTERS
 from refs.edges import EDGES
@@ -27,6 +28,8 @@ Section = TypeVar("Section")
 class WeightOptions:
     """How the weights are drawn; gains are relative to 1/sqrt(K), which keeps a unit input at unit size."""
 
+    checkpoint: str = ""
+    """A folder below refs/ that holds trained weights and held-out text; nothing is drawn but the prompt's place."""
     linear_gain: float = 1.0
     expert_gain: float = 1.0
     """Of the routed experts' output; a small one keeps the two precisions' tokens close."""
@@ -115,6 +118,10 @@ def load(name: str, folder: Path = CONFIGS) -> Recipe:
     weights = _parse(WeightOptions, _section(raw, "weights", path), f"{path}: weights")
     edges = _texts(raw.get("edges", []), EDGES, f"{path}: edges")
     _check_run(run, model, f"{path}: run")
+    if weights.checkpoint and weights != WeightOptions(checkpoint=weights.checkpoint):
+        raise ConfigError(f"{path}: weights: checkpoint: trained weights are not drawn; give no other option")
+    if weights.checkpoint and not all(file.is_file() for file in checkpoint.files(weights.checkpoint)):
+        raise ConfigError(f"{path}: weights: checkpoint: {weights.checkpoint!r}: refs/ has no such folder of weights")
     _check_ramp(model, f"{path}: model")
     return Recipe(name, " ".join(raw["purpose"].split()), model, weights, run, exact_ties, edges)
 
