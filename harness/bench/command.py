@@ -206,7 +206,8 @@ def main(argv: Sequence[str]) -> int:
         good = (_step(options, steps, out) if steps else True) and good
     except (Infrastructure, EngineError, BuildError, OSError) as error:
         print(f"kdtree bench: {error}", file=sys.stderr)
-        return INFRASTRUCTURE
+        out["not_measured"]["rest"] = f"{type(error).__name__}: {error}"
+        good = False
     out["header"]["load_average_after"] = list(os.getloadavg())
     if options.json:
         write_atomic(options.json, (json.dumps(out, indent=1) + "\n").encode())

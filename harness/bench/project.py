@@ -6,7 +6,9 @@ that is removed afterwards, so that nothing is found in a cache and nothing in t
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -77,14 +79,21 @@ def once(command: Sequence[str], environment: Mapping[str, str], first_line: boo
     begin = time.perf_counter()
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors:
         process = subprocess.Popen(
-            command, cwd=ROOT, env=dict(environment), stdout=subprocess.PIPE, stderr=errors, text=True
+            command,
+            cwd=ROOT,
+            env=dict(environment),
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            start_new_session=True,
         )
         try:
             said = process.stdout.readline() if first_line and process.stdout else ""
             seen = time.perf_counter() - begin
             rest, _ = process.communicate(timeout=limit)
         except BaseException as error:
-            process.kill()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # with its own children, such as a matrix's workers
             process.wait()
             if isinstance(error, subprocess.TimeoutExpired):
                 raise MeasureError(f"{' '.join(command)} took longer than {limit:.0f} s") from error

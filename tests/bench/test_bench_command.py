@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from harness.bench import ceilings, plot
+from harness.bench import ceilings, plot, step
 from harness.bench.ceilings import Ceilings
 from harness.cells import INFRASTRUCTURE, PASSED
 from harness.cli import main
@@ -95,3 +95,17 @@ def test_bars_are_as_long_as_their_shares() -> None:
     texts = "".join(svg.itertext())
     assert "x<y" in texts
     assert "170.0 %" in texts
+
+
+@pytest.mark.usefixtures("known_ceilings")
+def test_what_was_measured_before_an_error_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> None:
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr(step, "run", fails)
+    out = tmp_path / "bench.json"
+    arguments = ["bench", "--filter", "tiny-accept-m1", "--filter", "step-fp32-ar-tiny-m1", "--seconds", "0.001"]
+    assert main([*arguments, "--config", "tiny", "--json", str(out)]) == INFRASTRUCTURE
+    found = json.loads(out.read_text())
+    assert [line["case"] for line in found["cases"]] == ["tiny-accept-m1"]
+    assert found["not_measured"]["rest"] == "OSError: the disk is full"

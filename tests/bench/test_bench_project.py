@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import sys
+import time
+from pathlib import Path
 
 import pytest
 
@@ -34,6 +37,25 @@ def test_a_failure_names_its_status_and_last_line() -> None:
 def test_a_command_that_hangs_is_ended() -> None:
     with pytest.raises(MeasureError, match="longer than"):
         project.once(python("import time; time.sleep(60)"), os.environ, False, limit=0.2)
+
+
+def test_its_children_end_with_it(tmp_path: Path) -> None:
+    lock = tmp_path / "held"
+    holds = f"import fcntl, time; f = open({str(lock)!r}, 'w'); fcntl.flock(f, fcntl.LOCK_EX); "
+    holds += "f.write('x'); f.flush(); time.sleep(60)"
+    child = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {holds!r}])"
+    with pytest.raises(MeasureError, match="longer than"):
+        project.once(python(child), os.environ, False, limit=5.0)
+    assert lock.read_text() == "x", "the child ran"
+    end = time.monotonic() + 20
+    with lock.open() as file:
+        while True:  # a lock is dropped when its holder is gone
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                assert time.monotonic() < end, "the child outlived its parent"
+                time.sleep(0.05)
 
 
 def test_each_run_has_an_empty_cache_of_its_own_and_the_warm_up_does_not_count() -> None:
