@@ -78,7 +78,9 @@ __global__ __launch_bounds__(kThreads) void accept_kernel(AcceptArgs a) {
 
 }  // namespace
 
-void CudaBackend::tree_root(const Rows& rows, StepState* state) { launch("tree_root", root_kernel, dim3(1), kWarp, 0, rows, state); }
+void CudaBackend::tree_root(const Rows& rows, StepState* state) {
+  launch("tree_root", root_kernel, dim3(1), kWarp, 0, rows, state);
+}
 
 void CudaBackend::accept(const AcceptArgs& a) {
   const size_t shared = 3 * sizeof(int32_t) * static_cast<size_t>(a.rows.max_rows);

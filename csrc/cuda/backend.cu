@@ -11,17 +11,18 @@
 namespace kdtree {
 namespace {
 
-constexpr size_t kGuard = 256;          // bytes before and at least as many after; keeps cudaMalloc's alignment
+constexpr size_t kGuard = 256;  // bytes before and at least as many after; keeps cudaMalloc's alignment
 constexpr int kGuardByte = 0xa5;
-constexpr uint32_t kPoison = 0x7ffadbad;  // NaN as f32 and, twice, as f64; out of every range as i32
-constexpr size_t kStaging = 64 << 10;   // downloads up to this many bytes go through pinned memory
+constexpr uint32_t kPoison = 0x7ffadbad;     // NaN as f32 and, twice, as f64; out of every range as i32
+constexpr size_t kStaging = 64 << 10;        // downloads up to this many bytes go through pinned memory
 constexpr size_t kDefaultShared = 48 << 10;  // static and dynamic together, without asking for more
 
 constexpr size_t round_up(size_t n) { return (n + kGuard - 1) / kGuard * kGuard; }
 
 __global__ void poison_kernel(uint32_t* p, size_t words) {
   cuda::wait_for_previous();
-  for (size_t i = blockIdx.x * static_cast<size_t>(blockDim.x) + threadIdx.x; i < words; i += static_cast<size_t>(gridDim.x) * blockDim.x) {
+  for (size_t i = blockIdx.x * static_cast<size_t>(blockDim.x) + threadIdx.x; i < words;
+       i += static_cast<size_t>(gridDim.x) * blockDim.x) {
     p[i] = kPoison;
   }
 }
@@ -39,7 +40,8 @@ CudaBackend::CudaBackend(int device, bool poison) : device_(device), poison_(poi
     throw Error("DeviceError", "no usable CUDA device: " + why + "; see nvidia-smi and CUDA_VISIBLE_DEVICES");
   }
   if (device < 0 || device >= count) {
-    throw Error("DeviceError", name_ + " does not exist: " + std::to_string(count) + " CUDA device(s) visible, numbered from 0");
+    throw Error("DeviceError",
+                name_ + " does not exist: " + std::to_string(count) + " CUDA device(s) visible, numbered from 0");
   }
   KD_CUDA(cudaSetDevice(device_));
   int major = 0, minor = 0, shared = 0;
@@ -52,8 +54,9 @@ CudaBackend::CudaBackend(int device, bool poison) : device_(device), poison_(poi
   const cudaError_t loaded = cudaFuncGetAttributes(&image, poison_kernel);
   if (loaded == cudaErrorNoKernelImageForDevice || loaded == cudaErrorInvalidDeviceFunction) {
     cudaGetLastError();
-    throw Error("DeviceError", "this build has no code for " + name_ + " (" + arch_name(major, minor) + "); rebuild with `kdtree build --device cuda --arch " +
-                                   std::to_string(major) + "." + std::to_string(minor) + "`");
+    throw Error("DeviceError", "this build has no code for " + name_ + " (" + arch_name(major, minor) +
+                                   "); rebuild with `kdtree build --device cuda --arch " + std::to_string(major) + "." +
+                                   std::to_string(minor) + "`");
   }
   KD_CUDA(loaded);
   // Code compiled for an older architecture lacks the wait that overlapping needs, even on a device that could overlap.
@@ -82,9 +85,9 @@ void CudaBackend::enter(const char* call, bool capturable) {
 
 void CudaBackend::fail_launch(cudaError_t code, const char* counter, dim3 grid, int threads, size_t shared_bytes) const {
   cudaGetLastError();
-  const std::string call = std::string("launch of ") + counter + " with grid (" + std::to_string(grid.x) + "," + std::to_string(grid.y) + "," +
-                           std::to_string(grid.z) + "), " + std::to_string(threads) + " threads, " + std::to_string(shared_bytes) +
-                           " bytes of shared memory";
+  const std::string call = std::string("launch of ") + counter + " with grid (" + std::to_string(grid.x) + "," +
+                           std::to_string(grid.y) + "," + std::to_string(grid.z) + "), " + std::to_string(threads) +
+                           " threads, " + std::to_string(shared_bytes) + " bytes of shared memory";
   throw Error("DeviceError", name_ + ": " + cuda::describe(code, call.c_str(), __FILE__, __LINE__));
 }
 
@@ -95,8 +98,8 @@ void CudaBackend::reserve_shared(const void* kernel, const char* counter, size_t
   KD_CUDA(cudaFuncGetAttributes(&attributes, kernel));
   const size_t whole = bytes + attributes.sharedSizeBytes;
   if (whole > shared_limit_) {
-    throw Error("DeviceError", name_ + ": " + counter + " needs " + std::to_string(whole) + " bytes of shared memory a block, the device has " +
-                                   std::to_string(shared_limit_));
+    throw Error("DeviceError", name_ + ": " + counter + " needs " + std::to_string(whole) +
+                                   " bytes of shared memory a block, the device has " + std::to_string(shared_limit_));
   }
   if (whole <= kDefaultShared) return;
   KD_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)));
@@ -113,8 +116,9 @@ char* CudaBackend::take(size_t bytes, const char* what) {
     cudaGetLastError();
     size_t free_bytes = 0, total = 0;
     KD_CUDA(cudaMemGetInfo(&free_bytes, &total));
-    throw Error("OutOfMemory", name_ + ": " + what + ": " + std::to_string(bytes) + " bytes asked, " + std::to_string(free_bytes) + " of " +
-                                   std::to_string(total) + " free, " + std::to_string(memory_.allocated) + " held by this session");
+    throw Error("OutOfMemory", name_ + ": " + what + ": " + std::to_string(bytes) + " bytes asked, " +
+                                   std::to_string(free_bytes) + " of " + std::to_string(total) + " free, " +
+                                   std::to_string(memory_.allocated) + " held by this session");
   }
   KD_CUDA(code);
   char* payload = base + kGuard;
@@ -194,7 +198,8 @@ std::string CudaBackend::broken_guard() {
     const size_t tail = round_up(allocation.bytes) + kGuard - allocation.bytes;
     KD_CUDA(cudaMemcpyAsync(zones.data() + at, payload - kGuard, kGuard, cudaMemcpyDeviceToHost, stream_));
     KD_CUDA(cudaMemcpyAsync(zones.data() + at + kGuard, payload + allocation.bytes, tail, cudaMemcpyDeviceToHost, stream_));
-    std::fill(zones.begin() + static_cast<long>(at + kGuard + tail), zones.begin() + static_cast<long>(at + 3 * kGuard), static_cast<unsigned char>(kGuardByte));
+    std::fill(zones.begin() + static_cast<long>(at + kGuard + tail), zones.begin() + static_cast<long>(at + 3 * kGuard),
+              static_cast<unsigned char>(kGuardByte));
     at += 3 * kGuard;
   }
   KD_CUDA(cudaStreamSynchronize(stream_));

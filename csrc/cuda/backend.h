@@ -76,7 +76,8 @@ class CudaBackend final : public Backend {
 
   // Launches a kernel on the private stream, counts it and checks the launch. `counter` is its name in counters().
   template <typename... Parameters, typename... Arguments>
-  void launch(const char* counter, void (*kernel)(Parameters...), dim3 grid, int threads, size_t shared_bytes, Arguments&&... arguments) {
+  void launch(const char* counter, void (*kernel)(Parameters...), dim3 grid, int threads, size_t shared_bytes,
+              Arguments&&... arguments) {
     cudaLaunchAttribute overlap{};
     overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     overlap.val.programmaticStreamSerializationAllowed = 1;

@@ -31,18 +31,16 @@ inline bool context_survives(cudaError_t code) {
     case cudaErrorNotPermitted:
     case cudaErrorStreamCaptureUnsupported:
     case cudaErrorStreamCaptureInvalidated:
-    case cudaErrorStreamCaptureImplicit:
-      return true;
-    default:
-      return false;
+    case cudaErrorStreamCaptureImplicit: return true;
+    default: return false;
   }
 }
 
 inline std::string describe(cudaError_t code, const char* call, const char* file, int line) {
   std::string where = file;
   where = where.substr(where.find_last_of('/') + 1);  // the build folder's part of the path says nothing
-  std::string text = std::string(call) + " failed: " + cudaGetErrorName(code) + ", " + cudaGetErrorString(code) + " (" + where + ":" +
-                     std::to_string(line) + ")";
+  std::string text = std::string(call) + " failed: " + cudaGetErrorName(code) + ", " + cudaGetErrorString(code) + " (" + where +
+                     ":" + std::to_string(line) + ")";
   if (!context_survives(code)) text += "; the CUDA context is lost, end this process";
   return text;
 }

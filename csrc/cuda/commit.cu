@@ -29,7 +29,8 @@ __global__ __launch_bounds__(kThreads) void commit_kernel(const __grid_constant_
   if (column >= p.rank + p.rope) return;
   const bool in_latent = column < p.rank;
   const int width = in_latent ? p.rank : p.rope, n = p.state->n_accepted;
-  float* base = (in_latent ? p.latent[layer] + column : p.k_rope[layer] + column - p.rank) + static_cast<size_t>(p.state->base) * width;
+  float* base =
+      (in_latent ? p.latent[layer] + column : p.k_rope[layer] + column - p.rank) + static_cast<size_t>(p.state->base) * width;
   for (int j0 = 0; j0 < n; j0 += kBatch) {
     float v[kBatch];
 #pragma unroll
@@ -48,7 +49,8 @@ __global__ __launch_bounds__(kThreads) void record_kernel(RecordArgs a) {
   const int row = a.state->committed - n + j + a.offset;
   if (row < 0 || row >= a.dst_rows) return;
   const float* src = a.src + static_cast<size_t>(a.accepted[j]) * a.dim;
-  for (int i = blockIdx.x * kThreads + threadIdx.x; i < a.dim; i += gridDim.x * kThreads) a.dst[static_cast<size_t>(row) * a.dim + i] = src[i];
+  for (int i = blockIdx.x * kThreads + threadIdx.x; i < a.dim; i += gridDim.x * kThreads)
+    a.dst[static_cast<size_t>(row) * a.dim + i] = src[i];
 }
 
 __global__ __launch_bounds__(kThreads) void record_tree_kernel(RecordTreeArgs a) {

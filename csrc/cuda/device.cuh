@@ -13,13 +13,13 @@
 // and the thread before it stops the kernel; in a release build it costs nothing.
 #ifdef KDTREE_DEBUG
 #include <cstdio>
-#define KD_ASSERT(condition, message)                                                                                       \
-  do {                                                                                                                      \
-    if (!(condition)) {                                                                                                     \
-      printf("%s:%d: block (%u,%u,%u) thread %u: %s [%s]\n", __FILE__, __LINE__, blockIdx.x, blockIdx.y, blockIdx.z,          \
-             threadIdx.x, message, #condition);                                                                             \
-      __trap();                                                                                                             \
-    }                                                                                                                       \
+#define KD_ASSERT(condition, message)                                                                                \
+  do {                                                                                                               \
+    if (!(condition)) {                                                                                              \
+      printf("%s:%d: block (%u,%u,%u) thread %u: %s [%s]\n", __FILE__, __LINE__, blockIdx.x, blockIdx.y, blockIdx.z, \
+             threadIdx.x, message, #condition);                                                                      \
+      __trap();                                                                                                      \
+    }                                                                                                                \
   } while (0)
 #else
 #define KD_ASSERT(condition, message) \

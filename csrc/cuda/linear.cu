@@ -51,7 +51,8 @@ __global__ __launch_bounds__(kTileThreads, 1) void linear_kernel(const __grid_co
   if (m0 > 0 && m0 >= n_rows) return;  // tile 0 always has a row, and need not wait for the count to arrive
   const float* x[TM];
 #pragma unroll
-  for (int r = 0; r < TM; ++r) x[r] = p.x + static_cast<size_t>(min(m0 + r, p.max_rows - 1)) * p.ldx;  // rows that do not count harm nobody
+  for (int r = 0; r < TM; ++r)
+    x[r] = p.x + static_cast<size_t>(min(m0 + r, p.max_rows - 1)) * p.ldx;  // rows that do not count harm nobody
   const int m = m0 + lane;
   const bool mine = lane < TM && m < n_rows;
   float* o0 = p.out[c0.part] + static_cast<size_t>(m) * p.ldo[c0.part] + c0.row;
@@ -99,11 +100,13 @@ void CudaBackend::linear(const LinearArgs& a) {
   const int k = a.w[0].k;
   if (a.parts < 1 || a.parts > 2 || (paired && (a.parts != 2 || a.w[0].n != a.w[1].n)) ||
       (a.parts == 2 && (a.w[1].k != k || a.w[1].kind != a.w[0].kind))) {
-    throw Error("RequestError", "linear: two weights must share kind and K, and for silu N: got n " + std::to_string(a.w[0].n) + " and " +
-                                    std::to_string(a.w[1].n) + ", k " + std::to_string(k) + " and " + std::to_string(a.w[1].k));
+    throw Error("RequestError", "linear: two weights must share kind and K, and for silu N: got n " + std::to_string(a.w[0].n) +
+                                    " and " + std::to_string(a.w[1].n) + ", k " + std::to_string(k) + " and " +
+                                    std::to_string(a.w[1].k));
   }
   LinearParams p{};
-  p.x = a.x, p.ldx = a.ldx, p.k = k, p.norm_w = a.norm_w, p.eps = a.eps, p.epilogue = a.epilogue, p.max_rows = a.max_rows, p.n_rows = a.n_rows;
+  p.x = a.x, p.ldx = a.ldx, p.k = k, p.norm_w = a.norm_w, p.eps = a.eps, p.epilogue = a.epilogue, p.max_rows = a.max_rows,
+  p.n_rows = a.n_rows;
   bool vector = vector_ready(a.x, k) && a.ldx % 4 == 0 && vector_ready(a.norm_w, k);
   const bool int4 = a.w[0].kind == WeightKind::kInt4;
   for (int i = 0; i < 2; ++i) {

@@ -42,8 +42,8 @@ struct AttentionParams {
 
 // Adds q.k over `dim` elements to a lane's share, VEC at a time; heads and keys are independent accumulators.
 template <int HEADS, int KEYS, int VEC>
-__device__ __forceinline__ void add_products(float (&acc)[HEADS][KEYS], const float* q, int q_stride, const float* keys, const int (&slot)[KEYS], int dim,
-                                             int lane) {
+__device__ __forceinline__ void add_products(float (&acc)[HEADS][KEYS], const float* q, int q_stride, const float* keys,
+                                             const int (&slot)[KEYS], int dim, int lane) {
   for (int r = lane * VEC; r < dim; r += kWarp * VEC) {
     float k[KEYS][VEC];
 #pragma unroll
@@ -70,7 +70,8 @@ __device__ __forceinline__ void add_products(float (&acc)[HEADS][KEYS], const fl
 
 // The keys' slots and every head's scores.
 template <int HEADS, int VEC>
-__device__ __forceinline__ void score_keys(const AttentionParams& p, const float* q, const int* slots, float (*score)[kSegment], int n) {
+__device__ __forceinline__ void score_keys(const AttentionParams& p, const float* q, const int* slots, float (*score)[kSegment],
+                                           int n) {
   constexpr int kBatch = HEADS >= 4 ? 4 : 8;  // keys a warp has in flight
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
   const int rank = p.dims.rank, rope = p.dims.rope;
@@ -118,8 +119,8 @@ __device__ __forceinline__ void weigh_keys(float (*score)[kSegment], float (*top
 
 // Sum of weights times latents over a piece of keys, for one latent column a COLUMN.
 template <int HEADS, int COLUMNS>
-__device__ __forceinline__ void add_piece(float (&o)[HEADS][COLUMNS], const AttentionParams& p, const int* slots, const float (*score)[kSegment], int t0,
-                                          int n, int r0) {
+__device__ __forceinline__ void add_piece(float (&o)[HEADS][COLUMNS], const AttentionParams& p, const int* slots,
+                                          const float (*score)[kSegment], int t0, int n, int r0) {
   constexpr int kBatch = COLUMNS == 1 ? kPiece : 4;  // keys a thread has in flight
   const int rank = p.dims.rank;
 #pragma unroll
@@ -267,16 +268,21 @@ int segments_of(int max_keys) { return max_keys <= 0 ? 0 : (max_keys - 1) / kSeg
 
 size_t CudaBackend::attention_scratch(const MlaDims& dims, int max_rows, int max_keys) const {
   const int segments = segments_of(max_keys);
-  return segments <= 1 ? 0 : sizeof(float) * static_cast<size_t>(max_rows) * dims.heads * segments * (static_cast<size_t>(dims.rank) + 2);
+  return segments <= 1
+             ? 0
+             : sizeof(float) * static_cast<size_t>(max_rows) * dims.heads * segments * (static_cast<size_t>(dims.rank) + 2);
 }
 
 void CudaBackend::mla_attention(const MlaAttentionArgs& a) {
   const int rows = a.rows.max_rows;
   if (rows <= 0) return;
   const int rank = a.dims.rank, columns = (rank + kThreads - 1) / kThreads;
-  if (columns > 4) throw Error("ConfigError", name_ + ": kv_lora_rank " + std::to_string(rank) + " is above the 1024 that mla_attention is built for");
+  if (columns > 4)
+    throw Error("ConfigError",
+                name_ + ": kv_lora_rank " + std::to_string(rank) + " is above the 1024 that mla_attention is built for");
   const int segments = segments_of(a.max_keys);
-  AttentionParams p{a.dims, a.scale, a.q_lat, a.q_rope, a.cache, a.o_lat, nullptr, nullptr, a.rows.depths, a.rows.path, a.rows.path_stride, a.state};
+  AttentionParams p{a.dims,  a.scale,       a.q_lat,     a.q_rope,           a.cache, a.o_lat, nullptr,
+                    nullptr, a.rows.depths, a.rows.path, a.rows.path_stride, a.state};
   if (segments > 1) {
     p.part = static_cast<float*>(a.scratch);
     p.part_norm = p.part + static_cast<size_t>(rows) * a.dims.heads * segments * rank;
@@ -287,7 +293,7 @@ void CudaBackend::mla_attention(const MlaAttentionArgs& a) {
   const bool vector = rank % 4 == 0 && a.dims.rope % 4 == 0 && reinterpret_cast<uintptr_t>(a.cache.latent) % 16 == 0 &&
                       reinterpret_cast<uintptr_t>(a.cache.k_rope) % 16 == 0;
   if (!vector) heads = 1;
-  const Kernel kernel = !vector     ? (columns <= 1 ? attention_kernel<1, 1, 1> : attention_kernel<1, 4, 1>)
+  const Kernel kernel = !vector      ? (columns <= 1 ? attention_kernel<1, 1, 1> : attention_kernel<1, 4, 1>)
                         : heads == 1 ? by_columns<1>(columns)
                         : heads == 4 ? by_columns<4>(columns)
                                      : by_columns<8>(columns);

@@ -20,7 +20,8 @@ __host__ __device__ constexpr int whole(int n) { return (n + kAhead - 1) / kAhea
 
 // (a, b) -> (a cos - b sin, a sin + b cos)
 __device__ __forceinline__ float2 rotate(float2 pair, float2 cos_sin) {
-  return make_float2(__fmaf_rn(pair.x, cos_sin.x, -__fmul_rn(pair.y, cos_sin.y)), __fmaf_rn(pair.x, cos_sin.y, __fmul_rn(pair.y, cos_sin.x)));
+  return make_float2(__fmaf_rn(pair.x, cos_sin.x, -__fmul_rn(pair.y, cos_sin.y)),
+                     __fmaf_rn(pair.x, cos_sin.y, __fmul_rn(pair.y, cos_sin.x)));
 }
 
 struct PrepareParams {
@@ -65,7 +66,8 @@ __device__ void rotate_rows(const PrepareParams& p, int m0, int n_rows, int kv_l
   for (int i = threadIdx.x; i < rows * (heads + 1) * pairs; i += kThreads) {
     const int m = m0 + i / ((heads + 1) * pairs), head = i / pairs % (heads + 1), pair = i % pairs;
     const size_t row = static_cast<size_t>(m) * heads + head;
-    const float* in = head < heads ? p.q + row * q_dim + p.dims.nope : p.kv + static_cast<size_t>(m) * (p.dims.rank + rope) + p.dims.rank;
+    const float* in =
+        head < heads ? p.q + row * q_dim + p.dims.nope : p.kv + static_cast<size_t>(m) * (p.dims.rank + rope) + p.dims.rank;
     float* out = head < heads ? p.q_rope + row * rope : p.cache.k_rope + static_cast<size_t>(kv_len + m) * rope;
     const float2 x = make_float2(in[2 * pair], in[2 * pair + 1]);
     const float2 y = rotate(x, angle(p, kv_len + p.depths[m], pair));
@@ -140,13 +142,15 @@ void (*prepare_for(int tm))(PrepareParams, int) {
 void CudaBackend::mla_prepare(const MlaPrepareArgs& a) {
   const int rows = a.rows.max_rows;
   if (rows <= 0) return;
-  const PrepareParams p{a.dims, a.q, a.kv, a.kv_norm_w, a.eps, a.kv_b, a.cos_sin, a.q_lat, a.q_rope, a.cache, a.rows.depths, rows, a.state};
+  const PrepareParams p{a.dims,  a.q,      a.kv,    a.kv_norm_w,   a.eps, a.kv_b, a.cos_sin,
+                        a.q_lat, a.q_rope, a.cache, a.rows.depths, rows,  a.state};
   const int tm = rows >= 5 ? 8 : rows >= 3 ? 4 : rows;
   const int column_blocks = (a.dims.rank + kThreads - 1) / kThreads;
   const size_t shared = sizeof(float) * tm * static_cast<size_t>(whole(a.dims.nope));
   const auto kernel = prepare_for(tm);
   reserve_shared(reinterpret_cast<const void*>(kernel), "mla_prepare", shared);
-  launch("mla_prepare", kernel, dim3(a.dims.heads * column_blocks + 2, (rows + tm - 1) / tm), kThreads, shared, p, column_blocks);
+  launch("mla_prepare", kernel, dim3(a.dims.heads * column_blocks + 2, (rows + tm - 1) / tm), kThreads, shared, p,
+         column_blocks);
 }
 
 }  // namespace kdtree

@@ -10,15 +10,16 @@ namespace {
 using namespace cuda;
 
 template <int VEC, int TM>
-__global__ __launch_bounds__(kTileThreads, 1) void value_kernel(MlaDims dims, const float* o_lat, const float* kv_b, float* o, int max_rows, const int32_t* count,
-                                                                int blocks_per_head) {
+__global__ __launch_bounds__(kTileThreads, 1) void value_kernel(MlaDims dims, const float* o_lat, const float* kv_b, float* o,
+                                                                int max_rows, const int32_t* count, int blocks_per_head) {
   extern __shared__ __align__(16) float xs[];
   const int lane = threadIdx.x % kWarp;
   const int head = blockIdx.x / blocks_per_head;
   const int v0 = 2 * ((blockIdx.x % blocks_per_head) * kTileWarps + threadIdx.x / kWarp);
   const size_t first = static_cast<size_t>(head) * (dims.nope + dims.v) + dims.nope;
-  PairTile<WeightKind::kF32, VEC, TM> tile(weight_row<WeightKind::kF32>(kv_b, nullptr, first + min(v0, dims.v - 1), dims.rank),
-                                           weight_row<WeightKind::kF32>(kv_b, nullptr, first + min(v0 + 1, dims.v - 1), dims.rank), dims.rank);
+  PairTile<WeightKind::kF32, VEC, TM> tile(
+      weight_row<WeightKind::kF32>(kv_b, nullptr, first + min(v0, dims.v - 1), dims.rank),
+      weight_row<WeightKind::kF32>(kv_b, nullptr, first + min(v0 + 1, dims.v - 1), dims.rank), dims.rank);
   wait_for_previous();
   const int m0 = blockIdx.y * TM, n_rows = active_rows(count, max_rows);
   if (m0 > 0 && m0 >= n_rows) return;
@@ -50,8 +51,10 @@ void CudaBackend::mla_value(const MlaValueArgs& a) {
   const int tm = a.max_rows >= 5 ? 8 : a.max_rows >= 3 ? 4 : a.max_rows;
   const bool vector = vector_ready(a.o_lat, a.dims.rank) && vector_ready(a.kv_b, a.dims.rank);
   const int blocks_per_head = (a.dims.v + 2 * kTileWarps - 1) / (2 * kTileWarps);
-  launch("mla_value", vector ? value_for<4>(tm) : value_for<1>(tm), dim3(a.dims.heads * blocks_per_head, (a.max_rows + tm - 1) / tm), kTileThreads,
-         tile_shared_bytes(tm, a.dims.rank, WeightKind::kF32), a.dims, a.o_lat, a.kv_b, a.o, a.max_rows, a.n_rows, blocks_per_head);
+  launch("mla_value", vector ? value_for<4>(tm) : value_for<1>(tm),
+         dim3(a.dims.heads * blocks_per_head, (a.max_rows + tm - 1) / tm), kTileThreads,
+         tile_shared_bytes(tm, a.dims.rank, WeightKind::kF32), a.dims, a.o_lat, a.kv_b, a.o, a.max_rows, a.n_rows,
+         blocks_per_head);
 }
 
 }  // namespace kdtree

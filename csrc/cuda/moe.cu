@@ -29,7 +29,8 @@ struct GateUpParams {
   float* shared_act;
   int max_rows;
   const int32_t* n_rows;
-  int tiles, shared_tiles, shared_blocks;  // blocks an expert, blocks a row tile of the shared expert, blocks of the shared expert
+  int tiles;                        // blocks an expert
+  int shared_tiles, shared_blocks;  // blocks of the shared expert: a row tile, and all of them
 };
 
 // The slot-th distinct expert of the step in ascending order, or -1. Called by one warp; set: kExpertWords of shared memory.
@@ -102,7 +103,8 @@ __global__ __launch_bounds__(kTileThreads, 1) void gate_up_kernel(const __grid_c
     for (int r = 0; r < TM; ++r) x[r] = p.x + static_cast<size_t>(min(m0 + r, p.max_rows - 1)) * p.dim;
     tile.run(x, p.norm_w, xs, squares);
     const int m = m0 + lane;
-    if (lane < TM && m < n_rows && i < p.shared_gate.n) p.shared_act[static_cast<size_t>(m) * p.shared_gate.n + i] = activation(tile, p.eps, squares);
+    if (lane < TM && m < n_rows && i < p.shared_gate.n)
+      p.shared_act[static_cast<size_t>(m) * p.shared_gate.n + i] = activation(tile, p.eps, squares);
     return;
   }
 
@@ -133,13 +135,15 @@ __global__ __launch_bounds__(kTileThreads, 1) void gate_up_kernel(const __grid_c
   KD_ASSERT(expert >= 0 && expert < p.gate.e, "moe: an expert id out of range");
   const size_t row = static_cast<size_t>(expert) * p.gate.n + min(i, p.gate.n - 1);
   for (int first = 0; first < rows; first += TM) {
-    PairTile<KIND, VEC, TM> tile(weight_row<KIND>(p.gate.data, p.gate.scale, row, p.dim), weight_row<KIND>(p.up.data, p.up.scale, row, p.dim), p.dim);
+    PairTile<KIND, VEC, TM> tile(weight_row<KIND>(p.gate.data, p.gate.scale, row, p.dim),
+                                 weight_row<KIND>(p.up.data, p.up.scale, row, p.dim), p.dim);
     if (first > 0) __syncthreads();  // everyone has read the tile before and its sums of squares
 #pragma unroll
     for (int r = 0; r < TM; ++r) x[r] = p.x + static_cast<size_t>(list[min(first + r, rows - 1)] / p.top_k) * p.dim;
     tile.run(x, p.norm_w, xs, squares);
     const int r = first + lane;
-    if (lane < TM && r < rows && i < p.gate.n) p.act[static_cast<size_t>(list[r]) * p.gate.n + i] = activation(tile, p.eps, squares);
+    if (lane < TM && r < rows && i < p.gate.n)
+      p.act[static_cast<size_t>(list[r]) * p.gate.n + i] = activation(tile, p.eps, squares);
   }
 }
 
@@ -157,7 +161,8 @@ struct DownParams {
 
 // Products of COLUMNS consecutive weight rows with one activation row; every lane gets them.
 template <WeightKind KIND, int VEC, int COLUMNS>
-__device__ __forceinline__ void row_products(float (&acc)[COLUMNS], const Weight& w, size_t first, int last, const float* x, int lane) {
+__device__ __forceinline__ void row_products(float (&acc)[COLUMNS], const Weight& w, size_t first, int last, const float* x,
+                                             int lane) {
   using Piece = Fragment<KIND, VEC>;
   const int k = w.k;
   WeightRow row[COLUMNS];
@@ -206,9 +211,11 @@ __global__ __launch_bounds__(kTileThreads, 1) void down_kernel(const __grid_cons
     if (j < p.top_k) {
       const int place = m * p.top_k + j, expert = p.ids[place];
       KD_ASSERT(expert >= 0 && expert < p.down.e, "moe: an expert id out of range");
-      row_products<KIND, VEC, COLUMNS>(acc, p.down, static_cast<size_t>(expert) * p.dim + d, last, p.act + static_cast<size_t>(place) * p.down.k, lane);
+      row_products<KIND, VEC, COLUMNS>(acc, p.down, static_cast<size_t>(expert) * p.dim + d, last,
+                                       p.act + static_cast<size_t>(place) * p.down.k, lane);
     } else {
-      row_products<WeightKind::kF32, VEC, COLUMNS>(acc, p.shared_down, d, last, p.shared_act + static_cast<size_t>(m) * p.shared_down.k, lane);
+      row_products<WeightKind::kF32, VEC, COLUMNS>(acc, p.shared_down, d, last,
+                                                   p.shared_act + static_cast<size_t>(m) * p.shared_down.k, lane);
     }
 #pragma unroll
     for (int c = 0; c < COLUMNS; ++c) {
@@ -242,8 +249,8 @@ size_t CudaBackend::moe_scratch(int, int, int, int, int) const { return 0; }
 void CudaBackend::moe(const MoeArgs& a) {
   if (a.max_rows <= 0) return;
   if (a.gate.e > kMaxExperts) {
-    throw Error("ConfigError", name_ + ": n_routed_experts " + std::to_string(a.gate.e) + " is above the " + std::to_string(kMaxExperts) +
-                                   " that moe is built for");
+    throw Error("ConfigError", name_ + ": n_routed_experts " + std::to_string(a.gate.e) + " is above the " +
+                                   std::to_string(kMaxExperts) + " that moe is built for");
   }
   const bool int4 = a.gate.kind == WeightKind::kInt4;
   const int tm = a.max_rows >= 3 ? 4 : a.max_rows, shared_n = a.shared_gate.n;
@@ -267,8 +274,9 @@ void CudaBackend::moe(const MoeArgs& a) {
   launch(int4 ? "experts_int4" : "experts_f32", gate_up, dim3(g.shared_blocks + slots * g.tiles), kTileThreads, shared, g);
 
   DownParams d{a.ids, a.weights, a.top_k, a.dim, a.down, a.shared_down, a.act, a.shared_act, a.out, a.max_rows, a.n_rows};
-  const bool vector = vector_ready(a.act, a.down.k) && (int4 || vector_ready(a.down.data, a.down.k)) &&
-                      (shared_n == 0 || (vector_ready(a.shared_act, a.shared_down.k) && vector_ready(a.shared_down.data, a.shared_down.k)));
+  const bool vector =
+      vector_ready(a.act, a.down.k) && (int4 || vector_ready(a.down.data, a.down.k)) &&
+      (shared_n == 0 || (vector_ready(a.shared_act, a.shared_down.k) && vector_ready(a.shared_down.data, a.shared_down.k)));
   const bool wide = a.dim >= 1024;  // small models: more blocks and less work in each
   const auto down = int4 ? (vector ? down_for<WeightKind::kInt4, 4>(wide) : down_for<WeightKind::kInt4, 1>(wide))
                          : (vector ? down_for<WeightKind::kF32, 4>(wide) : down_for<WeightKind::kF32, 1>(wide));

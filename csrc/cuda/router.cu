@@ -50,11 +50,11 @@ __device__ __forceinline__ void take_best(float* values, int n, int count, int l
 
 __global__ __launch_bounds__(kWarp) void router_kernel(RouterArgs a) {
   extern __shared__ float shared[];
-  float* score = shared;                // [experts]
-  float* choice = score + a.experts;    // [experts] score + bias, -inf when out of the running
-  float* group = choice + a.experts;    // [n_group] sum of its two best
+  float* score = shared;                                  // [experts]
+  float* choice = score + a.experts;                      // [experts] score + bias, -inf when out of the running
+  float* group = choice + a.experts;                      // [n_group] sum of its two best
   int* kept = reinterpret_cast<int*>(group + a.n_group);  // [n_group]
-  int* taken = kept + a.n_group;        // [top_k]
+  int* taken = kept + a.n_group;                          // [top_k]
   const int lane = threadIdx.x, m = blockIdx.x;
   wait_for_previous();
   if (m > 0 && m >= a.state->n_rows) return;

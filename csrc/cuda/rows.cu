@@ -44,10 +44,12 @@ __global__ void rms_norm_kernel(float* out, const float* x, const float* w, floa
 
 void CudaBackend::embed(const EmbedArgs& a) {
   if (a.rows.max_rows <= 0) return;
-  launch("embed", embed_kernel, dim3(a.rows.max_rows), kThreads, 0, a.out, a.table, a.dim, static_cast<const int32_t*>(a.rows.tokens), a.n_rows);
+  launch("embed", embed_kernel, dim3(a.rows.max_rows), kThreads, 0, a.out, a.table, a.dim,
+         static_cast<const int32_t*>(a.rows.tokens), a.n_rows);
 }
 
-void CudaBackend::rms_norm(float* out, const float* x, const float* w, float eps, int dim, int max_rows, const int32_t* n_rows) {
+void CudaBackend::rms_norm(float* out, const float* x, const float* w, float eps, int dim, int max_rows,
+                           const int32_t* n_rows) {
   if (max_rows <= 0) return;
   launch("rms_norm", rms_norm_kernel, dim3(max_rows), kThreads, 0, out, x, w, eps, dim, n_rows);
 }

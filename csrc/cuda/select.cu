@@ -31,7 +31,8 @@ __device__ Pick block_best(Pick mine) {
   __shared__ Pick warps[kThreads / kWarp];
 #pragma unroll
   for (int mask = kWarp / 2; mask > 0; mask /= 2) {
-    mine = better(mine, {__shfl_xor_sync(kAll, mine.value, mask), __shfl_xor_sync(kAll, mine.index, mask), __shfl_xor_sync(kAll, mine.bad, mask)});
+    mine = better(mine, {__shfl_xor_sync(kAll, mine.value, mask), __shfl_xor_sync(kAll, mine.index, mask),
+                         __shfl_xor_sync(kAll, mine.bad, mask)});
   }
   if (threadIdx.x % kWarp == 0) warps[threadIdx.x / kWarp] = mine;
   __syncthreads();
@@ -118,7 +119,8 @@ void CudaBackend::select(const SelectArgs& a) {
   const int rows = a.rows.max_rows;
   if (rows <= 0) return;
   const int slices = (a.vocab + kSlice - 1) / kSlice;
-  const SelectParams p{a.logits, a.vocab, a.temperature, a.choice, slices > 1 ? static_cast<Pick*>(a.scratch) : nullptr, a.rows.depths, a.state};
+  const SelectParams p{a.logits,      a.vocab, a.temperature, a.choice, slices > 1 ? static_cast<Pick*>(a.scratch) : nullptr,
+                       a.rows.depths, a.state};
   launch("select", a.temperature > 0.0 ? select_kernel<true> : select_kernel<false>, dim3(slices, rows), kThreads, 0, p);
   if (slices > 1) launch("select_slices", select_slices_kernel, dim3(rows), kThreads, 0, p, slices);
 }

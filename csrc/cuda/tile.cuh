@@ -15,8 +15,8 @@ namespace cuda {
 
 constexpr int kTileThreads = 256;
 constexpr int kTileWarps = kTileThreads / kWarp;
-constexpr int kUnroll = 4;          // steps of a weight row a lane has in flight
-constexpr int kTileFloats = 8192;   // staged activations: 32 KiB, so three blocks fit an SM of 100 KiB
+constexpr int kUnroll = 4;         // steps of a weight row a lane has in flight
+constexpr int kTileFloats = 8192;  // staged activations: 32 KiB, so three blocks fit an SM of 100 KiB
 
 // One row of a weight matrix. For int4, k is padded to whole groups of 32 with zero weights.
 struct WeightRow {
@@ -128,7 +128,8 @@ struct PairTile {
   Piece next[2];
   int k, lane, warp;
 
-  __device__ __forceinline__ PairTile(const WeightRow& w0, const WeightRow& w1, int k_) : k(k_), lane(threadIdx.x % kWarp), warp(threadIdx.x / kWarp) {
+  __device__ __forceinline__ PairTile(const WeightRow& w0, const WeightRow& w1, int k_)
+      : k(k_), lane(threadIdx.x % kWarp), warp(threadIdx.x / kWarp) {
     w[0] = w0, w[1] = w1;
     next[0].load(w[0], 0, k, lane);
     next[1].load(w[1], 0, k, lane);
@@ -173,7 +174,8 @@ struct PairTile {
   }
 
  private:
-  __device__ __forceinline__ void stage(const float* const (&x)[TM], const float* norm_w, float* xs, int k0, int length, int padded, float (&ss)[TM]) {
+  __device__ __forceinline__ void stage(const float* const (&x)[TM], const float* norm_w, float* xs, int k0, int length,
+                                        int padded, float (&ss)[TM]) {
     for (int i = threadIdx.x * VEC; i < padded; i += kTileThreads * VEC) {
       float g[VEC], v[VEC];
       const bool inside = i < length;

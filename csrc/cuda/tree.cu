@@ -75,13 +75,15 @@ struct Candidate {
 
 // The tree under construction, in shared memory; row 0 is the root.
 struct Growth {
-  double* score;     // [budget + 1]
-  Candidate* heap;   // [budget + 1]: a pop makes room for one of the two pushes that follow it
-  int32_t* parent;   // [budget + 1]
+  double* score;    // [budget + 1]
+  Candidate* heap;  // [budget + 1]: a pop makes room for one of the two pushes that follow it
+  int32_t* parent;  // [budget + 1]
   int32_t* rank;
   int32_t* depth;
 
-  static size_t bytes(int budget) { return (static_cast<size_t>(budget) + 1) * (sizeof(double) + sizeof(Candidate) + 3 * sizeof(int32_t)); }
+  static size_t bytes(int budget) {
+    return (static_cast<size_t>(budget) + 1) * (sizeof(double) + sizeof(Candidate) + 3 * sizeof(int32_t));
+  }
   __device__ Growth(char* base, int budget) {
     score = reinterpret_cast<double*>(base);
     heap = reinterpret_cast<Candidate*>(score + budget + 1);
@@ -104,7 +106,9 @@ struct Growth {
       rx = rank[px], px = parent[px], ry = rank[py], py = parent[py];
     }
   }
-  __device__ bool before(const Candidate& x, const Candidate& y) const { return x.score > y.score || (x.score == y.score && path_before(x, y)); }
+  __device__ bool before(const Candidate& x, const Candidate& y) const {
+    return x.score > y.score || (x.score == y.score && path_before(x, y));
+  }
 
   __device__ void sift_up(int i, const Candidate& c) {
     while (i > 0 && before(c, heap[(i - 1) / 2])) heap[i] = heap[(i - 1) / 2], i = (i - 1) / 2;
@@ -197,8 +201,8 @@ void CudaBackend::tree_build(const TreeBuildArgs& a) {
   TreePlan plan{};
   lay_out(plan, static_cast<char*>(a.scratch), a.vocab, a.block_size, a.budget);
   if (plan.best > kTreeMaxBest) {
-    throw Error("RequestError", name_ + ": budget " + std::to_string(a.budget) + " is above the " + std::to_string(kTreeMaxBest) +
-                                    " that tree_build is built for");
+    throw Error("RequestError", name_ + ": budget " + std::to_string(a.budget) + " is above the " +
+                                    std::to_string(kTreeMaxBest) + " that tree_build is built for");
   }
   const size_t grown = Growth::bytes(a.budget);
   reserve_shared(reinterpret_cast<const void*>(grow_kernel), "tree_build", grown);

@@ -68,9 +68,9 @@ __device__ inline float row_lse(const float* tops, const float* sums, int segmen
 struct RankShared {
   float lane[kTreeThreads];
   float warp_top[kTreeWarps];
-  int digit[kDigits];       // keys with each value of the digit, then how many have that value or a greater one
+  int digit[kDigits];  // keys with each value of the digit, then how many have that value or a greater one
   int warp_total[kTreeWarps];
-  int chosen, above;        // the digit of the K-th key, and how many keys have a greater digit
+  int chosen, above;  // the digit of the K-th key, and how many keys have a greater digit
   int length;
 };
 
@@ -101,7 +101,8 @@ __device__ int best_keys(KeyAt key_at, int n, int wanted, Key* out, RankShared& 
     __syncthreads();
     for (int i = t; i < n; i += kTreeThreads) {
       const Key key = key_at(i);
-      if (key != 0 && (above == 64 || key >> (above & 63) == prefix >> (above & 63))) atomicAdd(&s.digit[(key >> shift) % kDigits], 1);
+      if (key != 0 && (above == 64 || key >> (above & 63) == prefix >> (above & 63)))
+        atomicAdd(&s.digit[(key >> shift) % kDigits], 1);
     }
     __syncthreads();
     // Thread t holds digit 255 - t, so that an ascending scan counts the keys with that digit or a greater one.

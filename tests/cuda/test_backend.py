@@ -14,7 +14,7 @@ import pytest
 
 from engine import create
 from engine.session import CsrcSession
-from harness import gpu
+from harness import environment, gpu
 from harness.bundles import ensure
 from harness.golden import Golden
 from harness.protocol import Decoded, DecodeRequest, DeviceError, OutOfMemory
@@ -217,3 +217,15 @@ def test_debug_build_says_what_was_violated() -> None:
     assert "mla_attention: a key outside the cache" in done.stdout, done.stdout + done.stderr
     assert "mla_attention.cu" in done.stdout
     assert "DeviceError" in done.stdout
+
+
+def test_memory_and_steps_from_cpp(tmp_path: Path) -> None:
+    """Guard zones, poison, accounting, and steps whose body fails: ``backend_probe.cu``, built against csrc/cuda."""
+    compiler, _ = environment.nvcc()
+    arch = gpu.survey().gpus[0].arch.replace(".", "")
+    program = tmp_path / "probe"
+    sources = [ROOT / "tests" / "cuda" / "backend_probe.cu", *sorted((ROOT / "csrc" / "cuda").glob("*.cu"))]
+    flags = ["-std=c++17", "-O1", "-DKDTREE_CUDA", "-t", "0", f"-gencode=arch=compute_{arch},code=sm_{arch}"]
+    subprocess.run([compiler, *flags, *map(str, sources), "-o", str(program)], check=True)
+    done = subprocess.run([str(program)], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
