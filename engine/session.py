@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,7 @@ class CsrcSession:
     def __init__(self, ops: Any, handle: int) -> None:
         self._ops, self._handle = ops, handle
         self._turn = threading.RLock()
+        self._close = weakref.finalize(self, ops.session_close, handle)  # a session that is dropped is closed too
         sizes = ops.session_sizes(handle)
         self.vocab, self.hidden, self.layers, self.rank, self.rope, self.eos_id, self.context, self.max_rows = sizes
 
@@ -151,7 +153,7 @@ class CsrcSession:
 
     def close(self) -> None:
         """Free everything; further calls raise `RequestError`."""
-        self._ops.session_close(self._handle)
+        self._close()
 
     def __enter__(self) -> CsrcSession:
         return self

@@ -35,6 +35,7 @@ template <int Nr>
 inline __attribute__((always_inline)) void strip_f32(const float* const* x, int m, const float* const* w, int k, float* y, int ldy) {
   int i = 0;
   for (; i + kMr <= m; i += kMr) tile_f32<kMr, Nr>(x + i, w, k, y + i * ldy, ldy);
+  for (; kMr > 2 && i + 2 <= m; i += 2) tile_f32<2, Nr>(x + i, w, k, y + i * ldy, ldy);
   for (; i < m; ++i) tile_f32<1, Nr>(x + i, w, k, y + i * ldy, ldy);
 }
 
@@ -80,6 +81,7 @@ inline __attribute__((always_inline)) void strip_int4(const float* const* x, int
                                                       int groups, float* y, int ldy) {
   int i = 0;
   for (; i + kMrInt4 <= m; i += kMrInt4) tile_int4<kMrInt4, Nr>(x + i, q, scale, groups, y + i * ldy, ldy);
+  for (; kMrInt4 > 2 && i + 2 <= m; i += 2) tile_int4<2, Nr>(x + i, q, scale, groups, y + i * ldy, ldy);
   for (; i < m; ++i) tile_int4<1, Nr>(x + i, q, scale, groups, y + i * ldy, ldy);
 }
 
