@@ -63,9 +63,11 @@ def gate(session: nox.Session) -> None:
 
 @nox.session
 def demo(session: nox.Session) -> None:
-    """AR beside DDTree on one model: tokens, match, forwards, acceptance, times."""
+    """AR beside DDTree on one model: tokens, match, forwards, acceptance, times; then on the trained one, as text."""
     install(session, "test")
     session.run("python", "-m", "harness", "demo", *session.posargs)
+    if not session.posargs:
+        session.run("python", "-m", "harness", "demo", "--config", "text", "--tokens", "48", "--budget", "15")
 
 
 @nox.session

@@ -23,6 +23,7 @@ COMMANDS = {
     "build": ("harness.build:main", "compile the engine: kdtree build [--device cpu|cuda] [--arch 12.0]"),
     "bundles": ("harness.bundles:main", "regenerate bundles and check them: kdtree bundles [--out DIR] [CONFIG ...]"),
     "demo": ("harness.demo:main", "AR beside DDTree: kdtree demo [--config tiny] [--precision fp32|int4]"),
+    "quality": ("harness.quality:main", "bits per byte of held-out text in FP32 and INT4: kdtree quality"),
     "inspect": ("harness.inspect:main", "what is in a KDTR file: kdtree inspect FILE.kdtr [--verify]"),
     "import": ("engine.importer:main", "a KDTR file from a checkpoint: kdtree import HF_DIR -o FILE.kdtr"),
     "trace": ("harness.trace:main", "where a cell's numbers first part: kdtree trace CELL [--against cpu]"),

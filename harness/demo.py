@@ -1,5 +1,7 @@
 """``kdtree demo``: AR beside DDTree on one bundle; tokens, match, forwards, acceptance, times.
 
+Where a bundle's tokens are the bytes of a text (config ``text``), the text is shown too.
+
 Exit status 0 when both decoders agree in every token and every bit of the logits, 1 when not, 3 for anything that kept
 the demo from running.
 """
@@ -22,6 +24,7 @@ from harness.golden import Golden
 from harness.matrix import DEVICES, PRECISIONS, Point
 from harness.prepare import Infrastructure, prepare
 from harness.protocol import Decoded, DecodeRequest, Draft, EngineError, Session
+from refs import recipe
 
 RUNS = 3
 
@@ -88,8 +91,19 @@ def run(session: Session, golden: Golden, drafter: str, tokens: int, block: int,
     )
 
 
-def show(result: Result, block: int, budget: int) -> str:
-    """The result for a reader."""
+def text_of(tokens: Sequence[int]) -> str:
+    """The text that bytes spell, quoted; other tokens as ``<id>``, broken UTF-8 as the replacement character."""
+    parts = b"".join(bytes([token]) if token < 256 else b"<%d>" % token for token in tokens)
+    return json.dumps(parts.decode("utf-8", "replace"), ensure_ascii=False)
+
+
+def _line(name: str, tokens: Sequence[int], forwards: int, is_text: bool) -> str:
+    content = text_of(tokens) if is_text else " ".join(map(str, tokens))
+    return f"  {name:<7} {len(tokens)} tokens, {forwards} forwards: {content}"
+
+
+def show(result: Result, block: int, budget: int, prompt: Sequence[int] = ()) -> str:
+    """The result for a reader; as text after ``prompt`` if there is one."""
 
     def milliseconds(pair: tuple[float, float]) -> str:
         return f"AR {1e3 * pair[0]:.2f} ms, DDTree {1e3 * pair[1]:.2f} ms"
@@ -98,9 +112,9 @@ def show(result: Result, block: int, budget: int) -> str:
     return "\n".join(
         [
             f"{result.precision.upper()}",
-            f"  AR      {len(result.tokens)} tokens, {result.forwards} forwards: {' '.join(map(str, result.tokens))}",
-            f"  DDTree  {len(result.tree_tokens)} tokens, {result.tree_forwards} forwards: "
-            f"{' '.join(map(str, result.tree_tokens))}",
+            *([f"  prompt  {text_of(prompt)}"] if prompt else []),
+            _line("AR", result.tokens, result.forwards, bool(prompt)),
+            _line("DDTree", result.tree_tokens, result.tree_forwards, bool(prompt)),
             f"  greedy-exact match: {'YES' if result.match else 'NO'}"
             f" (logits {'equal in every bit' if result.bits_match else 'differ in bits'})",
             f"  forwards reduced {less:.2f}x, from {result.forwards} to {result.tree_forwards} (prefill not counted)",
@@ -151,12 +165,15 @@ def main(argv: Sequence[str]) -> int:
         point = Point("fp32", "ar", options.config, "", options.device)
         path = prepare(options.engine, [point], say)[options.config]
         engine = create(options.engine, options.device)
+        is_text = bool(recipe.load(options.config).weights.checkpoint)
         results: list[Result] = []
+        prompt: tuple[int, ...] = ()
         for precision in [options.precision] if options.precision else PRECISIONS:
             golden = Golden.open(path, precision)
             session = engine.load(path, precision, max_rows=max(options.budget + 1, 1))
             asked = (options.drafter, options.tokens, options.block, options.budget)
             results.append(run(session, golden, *asked))
+            prompt = golden.prompt if is_text else ()
             session.close()
     except (Infrastructure, EngineError, ValueError) as error:
         print(f"kdtree demo: {error}", file=sys.stderr)
@@ -170,5 +187,5 @@ def main(argv: Sequence[str]) -> int:
             f"wall times are the fastest of {RUNS} runs after one to warm up; build, bundles and load are not in them"
         )
         for result in results:
-            print(show(result, options.block, options.budget))
+            print(show(result, options.block, options.budget, prompt))
     return PASSED if all(result.match and result.bits_match for result in results) else FAILED

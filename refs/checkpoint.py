@@ -20,7 +20,7 @@ from refs.exact import bf16_value
 
 FOLDER = Path(__file__).parent
 F32 = npt.NDArray[np.float32]
-_TYPES = {"F32": np.dtype("<f4"), "BF16": np.dtype("<u2")}
+_TYPES: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "BF16": np.dtype("<u2")}
 _NAMES = {
     "embed.w": "model.embed_tokens.weight",
     "final_norm.w": "model.norm.weight",
@@ -97,13 +97,14 @@ def _read(path: Path) -> dict[str, F32]:
     try:
         header: dict[str, Any] = json.loads(data[8:end])
         header.pop("__metadata__", None)
-        entries = {
-            str(n): (str(e["dtype"]), tuple(e["shape"]), *map(int, e["data_offsets"])) for n, e in header.items()
-        }
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        entries = [
+            (str(n), str(e["dtype"]), tuple(map(int, e["shape"])), int(e["data_offsets"][0]), int(e["data_offsets"][1]))
+            for n, e in header.items()
+        ]
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path}: header: no safetensors header: {type(error).__name__}: {error}") from error
     out: dict[str, F32] = {}
-    for name, (kind, shape, first, last) in entries.items():
+    for name, kind, shape, first, last in entries:
         if kind not in _TYPES:
             raise CheckpointError(f"{path}: {name}: type {kind}, known are {', '.join(_TYPES)}")
         if not 0 <= first <= last <= len(data) - end or last - first != math.prod(shape) * _TYPES[kind].itemsize:
