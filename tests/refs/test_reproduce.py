@@ -31,8 +31,7 @@ def test_a_difference_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert reproduce.attempt(Variant("as it is", sys.executable), CONFIGS).detail == "bundle block1: not in the lock"
 
 
-def test_another_expression_of_the_same_sum_is_a_difference(tmp_path: Any) -> None:
-    """A copy of the sources whose exp is numpy's: what the proof is there to see."""
+def test_sources_whose_exp_is_numpys_are_seen_to_differ(tmp_path: Any) -> None:
     sources = reproduce.frozen(tmp_path / "sources")
     same = reproduce.attempt(Variant("copy", sys.executable), CONFIGS, sources)
     assert same.result == "same"
