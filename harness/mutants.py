@@ -27,7 +27,7 @@ from harness.cells import FAILED, INFRASTRUCTURE, PASSED
 from harness.cli import Parser
 from harness.fault_catalogue import CatalogueError, Fault, fraction, load, plant
 from harness.files import write_atomic
-from harness.matrix import MatrixError, expected, matcher
+from harness.matrix import MatrixError, Point, expected, matcher
 from harness.mutants_build import CompileError, Workshop
 from harness.mutants_run import Outcome
 from harness.sources import ROOT, describe
@@ -78,15 +78,14 @@ class Result:
         }
 
 
-def one(fault: Fault, workshop: Workshop, paths: dict[str, Path]) -> Result:
-    """Plant, build, run. Raises CompileError naming the fault."""
+def one(fault: Fault, workshop: Workshop, points: Sequence[Point], paths: dict[str, Path]) -> Result:
+    """Plant, build, run on ``points``. Raises CompileError naming the fault."""
     start = time.monotonic()
     scratch = HOME / "planted" / fault.name
     shutil.rmtree(scratch, ignore_errors=True)
     try:
         library, _ = workshop.library(plant(fault, scratch / "csrc"), scratch, anew=fault.is_control)
-        names = mutants_run.order(fault, expected([fault.device]))
-        outcome = mutants_run.run(fault, library, names, paths)
+        outcome = mutants_run.run(fault, library, mutants_run.order(fault, points), paths)
     except CompileError as error:
         raise CompileError(f"{fault.name}: does not compile: {error}") from None
     finally:
@@ -174,8 +173,9 @@ def main(argv: Sequence[str]) -> int:
             for fault in faults:
                 say(f"{fault.name:<34} {fault.group:<10} {fault.says}")
             return PASSED
-        paths = bundles.ensure(list(dict.fromkeys(p.config for p in expected([options.device]))), say=say)
-        results = run_all(faults, Workshop(options.device, HOME), paths, options.workers, say)
+        points = expected([options.device])
+        paths = bundles.ensure(list(dict.fromkeys(point.config for point in points)), say=say)
+        results = run_all(faults, Workshop(options.device, HOME), points, paths, options.workers, say)
     except (CatalogueError, MatrixError, BuildError, BundleError, CompileError, ValueError) as error:
         print(f"kdtree mutants: {error}", file=sys.stderr)
         return INFRASTRUCTURE
@@ -190,14 +190,19 @@ def main(argv: Sequence[str]) -> int:
 
 
 def run_all(
-    faults: Sequence[Fault], workshop: Workshop, paths: dict[str, Path], workers: int, say: bundles.Say
+    faults: Sequence[Fault],
+    workshop: Workshop,
+    points: Sequence[Point],
+    paths: dict[str, Path],
+    workers: int,
+    say: bundles.Say,
 ) -> list[Result]:
     """Every fault, ``workers`` at a time, each told of as it ends; in the order given. Raises CompileError."""
     mutants_run.serve()
     start, lock = time.monotonic(), threading.Lock()
     results: dict[str, Result] = {}
     with ThreadPoolExecutor(max(1, workers)) as pool:
-        waiting: list[Future[Result]] = [pool.submit(one, fault, workshop, paths) for fault in faults]
+        waiting: list[Future[Result]] = [pool.submit(one, fault, workshop, points, paths) for fault in faults]
         try:
             for future in as_completed(waiting):
                 result = future.result()

@@ -1,7 +1,7 @@
 """First divergence: where an engine's numbers first leave the ones they should be, so that a failure says where.
 
-Stages, each of which rests on the ones before: *prefill* (taps against the golden, layer by layer; where a layer is
-off, operation by operation against the reference, up to that layer); then, each against one prefill of the same tokens,
+Stages, each of which rests on the ones before: *prefill* (residual stream and cache against the golden, layer by layer;
+where a layer is off, operation by operation against the reference); then, each against one prefill of the same tokens,
 *steps*, the golden *trees*, *decode*, *sampling* and trees of all *widths* (`harness.trace_steps`). The first
 divergence of the first stage that has one is the answer.
 """
@@ -43,11 +43,11 @@ def prefill(session: Session, golden: Golden, against: Expected | None = None) -
     With ``against``, another engine's taps, every operation is compared with those.
     """
     tokens = (*golden.prompt, *golden.tokens)
+    taps = session.taps(tokens, operations=True)
     if against is not None:
-        return trace_taps.first(golden, session.taps(tokens, operations=True), against, operations=True)
-    taps = session.taps(tokens)
+        return trace_taps.first(golden, taps, against, operations=True)
     bound = golden.tolerance("logits")
-    beyond = trace_taps.first(golden, taps, trace_taps.stored(golden), operations=False)
+    beyond = trace_taps.first(golden, taps, trace_taps.stored(golden), operations=True)
     if beyond is None and "logits" in taps:
         rows = taps["logits"][len(golden.prompt) - 1 :]
         beyond = trace_taps.differ(golden, "logits", rows, golden.logits, bound, "by step")
@@ -56,10 +56,7 @@ def prefill(session: Session, golden: Golden, against: Expected | None = None) -
         rows = session.prefill(tokens)[len(golden.prompt) - 1 :]
         told = "prefill, whose taps agree, by step"
         return trace_taps.differ(golden, "logits", rows, golden.logits, bound, told)
-    inside = trace_taps.first(
-        golden, session.taps(tokens, operations=True), trace_taps.reference(golden, tokens), operations=True
-    )
-    return inside or beyond
+    return trace_taps.first(golden, taps, trace_taps.reference(golden, tokens), operations=True) or beyond
 
 
 def stages(

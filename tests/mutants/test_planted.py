@@ -94,7 +94,7 @@ def test_an_edit_that_does_not_compile_is_named(
 ) -> None:
     monkeypatch.setattr(mutants, "HOME", tmp_path)
     with pytest.raises(CompileError, match=r"made_here: does not compile: .*undeclared_name"):
-        mutants.one(edit("cpu/norm.cpp", 'count("embed");', "undeclared_name;"), workshop, paths)
+        mutants.one(edit("cpu/norm.cpp", 'count("embed");', "undeclared_name;"), workshop, [], paths)
 
 
 def test_all_cells_are_tried_before_a_fault_is_not_caught() -> None:
