@@ -148,7 +148,7 @@ ModelConfig read_config(const KdtrView& file) {
   return config;
 }
 
-std::vector<float> rope_table(const ModelConfig& c, int positions) {
+std::vector<float> rope_table(const ModelConfig& c, int first, int positions) {
   const double pi = 3.14159265358979323846, d = c.qk_rope_head_dim;
   const int pairs = c.qk_rope_head_dim / 2;
   const auto dim = [&](double turns) {
@@ -171,7 +171,7 @@ std::vector<float> rope_table(const ModelConfig& c, int positions) {
   std::vector<float> table(static_cast<size_t>(positions) * pairs * 2);
   for (int p = 0; p < positions; ++p) {
     for (int i = 0; i < pairs; ++i) {
-      const double angle = p * inv_freq[i];
+      const double angle = (static_cast<double>(first) + p) * inv_freq[i];
       float* out = table.data() + (static_cast<size_t>(p) * pairs + i) * 2;
       out[0] = static_cast<float>(std::cos(angle) * amplitude);
       out[1] = static_cast<float>(std::sin(angle) * amplitude);

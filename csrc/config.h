@@ -28,7 +28,7 @@ struct ModelConfig {
 // ConfigError (`FILE: FIELD: reason`) for a field that is unknown, missing, of the wrong kind or out of range.
 ModelConfig read_config(const KdtrView& file);
 
-// cos and sin of every position below `positions`: [positions, P/2, 2], computed in double, YaRN and its amplitude included.
-std::vector<float> rope_table(const ModelConfig& config, int positions);
+// cos and sin of the positions first, first + 1, ...: [positions, P/2, 2], computed in double, YaRN and its amplitude included.
+std::vector<float> rope_table(const ModelConfig& config, int first, int positions);
 
 }  // namespace kdtree

@@ -4,6 +4,11 @@
 #include <algorithm>
 
 namespace kdtree {
+namespace {
+
+constexpr int kRopeChunk = 8192;  // positions computed on the host at a time, so that a long context costs no host memory
+
+}  // namespace
 
 Forward::Forward(Backend& backend, const ModelConfig& config, const ModelWeights& weights, int context, int max_rows)
     : backend_(backend), config_(config), weights_(weights), context_(context), max_rows_(max_rows), slots_(context + max_rows) {
@@ -55,9 +60,14 @@ Forward::Forward(Backend& backend, const ModelConfig& config, const ModelWeights
     k_rope_.emplace_back(backend, sizeof(float) * slots * c.qk_rope_head_dim, "cache.k_rope");
     cache_.push_back({latent_.back().f32(), k_rope_.back().f32(), slots_});
   }
-  const std::vector<float> table = rope_table(config, context);
-  cos_sin_ = Buffer(backend, sizeof(float) * table.size(), "rope");
-  backend.upload(cos_sin_.get(), table.data(), cos_sin_.bytes());
+  const size_t angles = static_cast<size_t>(c.qk_rope_head_dim);  // cos and sin of P/2 pairs
+  cos_sin_ = Buffer(backend, sizeof(float) * static_cast<size_t>(context) * angles, "rope");
+  for (int at = 0; at < context;) {
+    const int count = std::min(kRopeChunk, context - at);
+    const std::vector<float> part = rope_table(config, at, count);
+    backend.upload(cos_sin_.f32() + static_cast<size_t>(at) * angles, part.data(), sizeof(float) * part.size());
+    at += count;
+  }
 }
 
 bool Forward::need_scratch(size_t bytes) {

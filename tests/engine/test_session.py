@@ -9,13 +9,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from engine_files import Array, Bundle
+from engine_files import Array, Bundle, changed
 
 import engine
 from engine.library import library
 from engine.session import CsrcSession
 from harness.protocol import F32, OPERATION_TAPS, DecodeRequest, Draft, Engine, RequestError, Session
 from refs.sampling import choose
+from tests.fuzz.seeds import CORPUS
 
 TREE = [-1, 0, 0, 1, 1, 2, 3, 6, 0]
 
@@ -336,3 +337,17 @@ def test_sampling_is_exact_in_distribution(device: str, tiny: Path) -> None:
     assert chi_square(second, p_next) < 38.0
     assert 20 < accepted < second.total() - 20, "drafts were always or never accepted, so acceptance was not tested"
     assert chi_square(second, softmax(table[0], 1.0)) > 1000, "the test could not tell another distribution"
+
+
+def test_positions_far_out_rotate_by_their_angle(device: str, tmp_path: Path) -> None:
+    """A context beyond what the host computes angles for at a time: the cached keys tell every position's angle."""
+    length = 8192 + 40
+    fields: dict[str, float] = {"max_context": length, "rope_factor": 1.0}
+    path = changed(CORPUS / "seed-dense", tmp_path / "long.kdtr", fields=fields)
+    with engine.create(device).load(path, "fp32", max_rows=512) as session:
+        session.prefill([1] * length)
+        k_rope = session.cache(0)[1].astype(np.float64)
+    pairs = k_rope[:, 0] + 1j * k_rope[:, 1]  # one pair, whose frequency is 1
+    want = pairs[0] * np.exp(1j * np.arange(length))  # every row of the embedding is alike
+    assert abs(pairs[0]) > 0.1
+    assert np.abs(pairs - want).max() < 2e-6 * abs(pairs[0])

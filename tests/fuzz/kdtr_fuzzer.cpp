@@ -86,7 +86,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
       const auto weights = kdtree::load_weights(*backend, file, config, kind);
       if (weights.layers.size() != static_cast<size_t>(config.num_layers)) std::abort();
     }
-    kdtree::rope_table(config, config.max_context < 4 ? config.max_context : 4);
+    kdtree::rope_table(config, 0, config.max_context < 4 ? config.max_context : 4);
   } catch (const kdtree::Error& error) {
     if (!is_named(error.what())) std::abort();
   }
