@@ -47,11 +47,10 @@ Say = Callable[[str], None]
 
 
 def source_key() -> str:
-    """A hash over everything under refs/ that a bundle's bytes depend on."""
+    """A hash over everything under refs/ but the lock: whatever a bundle's bytes depend on is there."""
     digest = hashlib.sha256()
     folder = ROOT / "refs"
-    patterns = ("*.py", "configs/*.yaml", "*/model.safetensors", "*/heldout.json")
-    files = [p for pattern in patterns for p in folder.glob(pattern)]
+    files = [p for p in folder.rglob("*") if p.is_file() and p.name != LOCK.name and "__pycache__" not in p.parts]
     for path in sorted(files, key=lambda p: p.relative_to(folder).as_posix()):
         data = path.read_bytes()
         digest.update(f"{path.relative_to(folder).as_posix()}\0{len(data)}\0".encode() + data)

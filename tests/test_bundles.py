@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -95,13 +96,11 @@ def test_other_sources_are_other_bundles(tmp_path: Path, monkeypatch: pytest.Mon
     first = bundles.ensure(["block1"])["block1"]
     assert first.parent == tmp_path / bundles.source_key()[:16]
     copy = tmp_path / "checkout"
-    (copy / "refs" / "configs").mkdir(parents=True)
-    for path in [*(ROOT / "refs").glob("*.py"), *(ROOT / "refs" / "configs").glob("*.yaml")]:
-        (copy / path.relative_to(ROOT)).write_bytes(path.read_bytes())
+    shutil.copytree(ROOT / "refs", copy / "refs", ignore=shutil.ignore_patterns("__pycache__", "bundles.lock"))
     monkeypatch.setattr(bundles, "ROOT", copy)
     key = bundles.source_key()
     assert first.parent.name == key[:16]  # the place of the checkout does not matter
-    for changed in ("refs/exact.py", "refs/configs/tiny.yaml"):
+    for changed in ("refs/exact.py", "refs/configs/tiny.yaml", "refs/text/model.safetensors"):
         with (copy / changed).open("a") as out:
             out.write("\n")
         assert bundles.source_key() != key
