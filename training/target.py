@@ -65,8 +65,13 @@ INNER_EPS = 1e-6  # of the q_a and kv_a norms, as transformers builds them
 GROUP = 32
 
 
+def widened(x: Tensor) -> Tensor:
+    """bf16 as float32; wider types as they are."""
+    return x.float() if x.dtype == torch.bfloat16 else x
+
+
 class Norm(nn.Module):
-    """x / sqrt(mean(x^2) + eps) * weight, in float32."""
+    """x / sqrt(mean(x^2) + eps) * weight, at least in float32."""
 
     def __init__(self, width: int, eps: float) -> None:
         super().__init__()
@@ -74,7 +79,7 @@ class Norm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = x.float()
+        wide = widened(x)
         return wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps) * self.weight
 
 
@@ -178,7 +183,7 @@ class Moe(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.autocast(x.device.type, enabled=False):
-            s = torch.sigmoid(F.linear(x.float(), self.router.weight))
+            s = torch.sigmoid(F.linear(widened(x), self.router.weight))
         ids = (s + self.bias).topk(self.k, -1).indices
         chosen = s.gather(-1, ids)
         weights = chosen / (chosen.sum(-1, keepdim=True) + 1e-20) * self.scaling
@@ -232,19 +237,20 @@ class Target(nn.Module):
         self.lm_head = linear(d, config["vocab_size"], 0.5)
         self.dropout = nn.Dropout(dropout)
         angles = torch.arange(config["max_position_embeddings"])[:, None] * yarn_inverse_frequencies(config)
-        self.register_buffer("cos", angles.cos().float(), persistent=False)
-        self.register_buffer("sin", angles.sin().float(), persistent=False)
+        self.register_buffer("cos", angles.cos(), persistent=False)
+        self.register_buffer("sin", angles.sin(), persistent=False)
 
     def forward(self, ids: Tensor, taps: tuple[int, ...] = ()) -> tuple[Tensor, Tensor | None]:
-        """ids [B, T] -> float32 logits [B, T, V] and the outputs of the layers ``taps``, concatenated, [B, T, n*D]."""
+        """ids [B, T] -> logits [B, T, V], at least float32, and the outputs of the layers ``taps`` [B, T, n*D]."""
         t = ids.shape[1]
         x = self.dropout(self.embed_tokens(ids))
+        cos, sin = self.cos[:t].to(x.dtype), self.sin[:t].to(x.dtype)
         kept = []
         for i, layer in enumerate(self.layers):
-            x = layer(x, self.cos[:t], self.sin[:t])
+            x = layer(x, cos, sin)
             if i in taps:
                 kept.append(x)
-        logits = self.lm_head(self.norm(x)).float()
+        logits = widened(self.lm_head(self.norm(x)))
         return logits, torch.cat(kept, -1) if taps else None
 
     def experts(self) -> list[Moe]:
