@@ -37,7 +37,8 @@ class Agent:
             sink.flush()
 
         self.wire = Wire(source.read, write)
-        self.silence = HELLO
+        self.silence, self.pace = HELLO, 0.5
+        """Seconds: how long the client may be silent, and between our own signs of life."""
         self.inbox: queue.Queue[tuple[bytes, Any]] = queue.Queue(maxsize=16)  # frames of 256 KiB: 4 MiB at most
         self.held: dict[str, Any] = {}
         """Locks and settings that requests leave for later ones."""
@@ -65,14 +66,15 @@ class Agent:
         try:
             if handler is None:
                 raise RequestError("protocol", f"unknown request {message.get('op')!r}")
-            reply = handler(self, message)
+            reply = {"ok": True, **handler(self, message)}
         except (RequestError, StoreError) as error:
-            self.wire.say(error=error.kind, text=str(error))
+            reply = {"error": error.kind, "text": str(error)}
         except OSError as error:
             failure = explain(error, self.held["store"].root if "store" in self.held else b"/")
-            self.wire.say(error=failure.kind, text=str(failure))
-        else:
-            self.wire.say(ok=True, **reply)
+            reply = {"error": failure.kind, "text": str(failure)}
+        if self._ending.locked():  # how a command ended that is being ended is nobody's result
+            threading.Event().wait()
+        self.wire.say(**reply)
 
     def end(self) -> None:
         """Take everything down with this process. Called from any thread; only the first call acts."""
@@ -107,7 +109,7 @@ class Agent:
         try:
             while True:
                 self.wire.send(BEAT)
-                time.sleep(min(5.0, self.silence / 4))
+                time.sleep(self.pace)
         except (OSError, ValueError):
             self.end()
 

@@ -39,6 +39,7 @@ class RequestError(Exception):
 def hello(agent: Agent, message: dict[str, Any]) -> dict[str, Any]:
     """Agree on the silence that is granted, and say where this is."""
     agent.silence = float(message["silence"])
+    agent.pace = min(5.0, agent.silence / 4)
     agent.held["store"] = store = Store(message["workdir"])
     return {
         "python": platform.python_version(),

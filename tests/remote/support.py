@@ -93,7 +93,7 @@ def until(condition: Callable[[], object], seconds: float) -> float:
 
 BASE = {name: str(ROOT / folder) for name, folder in (("KDTREE_BUNDLES", "bundles"), ("KDTREE_BUILD", "build"))}
 ENVIRONMENT = {**{k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}, "PYTHONPATH": "", **BASE}
-FILTER = "tiny and ar"
+FILTER = "prompt1 and fp32"
 
 
 @dataclass

@@ -69,13 +69,13 @@ def test_a_failing_cell_is_status_1_and_everything_comes_back(remote: Remote) ->
 
 
 def test_two_hosts_share_the_cells(remote: Remote) -> None:
-    result = remote(remote.host("one"), remote.host("two"), *matrix(k="prompt1"))
+    result = remote(remote.host("one"), remote.host("two"), *matrix())
     assert result.status == 0, result.out + result.err
     ledger = result.ledger
     assert [cell.id for cell in ledger.cells] == list(ledger.expected)
     assert {cell.host for cell in ledger.cells} == {"one", "two"} == set(ledger.environments)
     assert not ledger.per_host
-    assert ledger.filter == "prompt1"
+    assert ledger.filter == FILTER
 
 
 def test_each_host_runs_every_cell(remote: Remote) -> None:
@@ -100,7 +100,7 @@ def second(server: Server, tmp_path: Path) -> Iterator[Sshd]:
 def test_a_host_that_dies_gives_its_cells_to_the_others(remote: Remote, second: Sshd) -> None:
     """The second host hangs in its first batch and is then killed; all its cells run on the first."""
     names = [remote.host("good"), remote.host("doomed", port=second.port, prepare=["sleep 3600"])]
-    process, run_dir = remote.start(*names, *matrix(k="prompt1 and fp32"))
+    process, run_dir = remote.start(*names, *matrix())
     until_it_says(process, "cells in ")
     second.stop()
     assert process.wait(120) == 0

@@ -156,24 +156,13 @@ def test_three_hosts_at_once_and_one_link_is_cut(boxes: Make, remote: Remote) ->
         fields = {"address": box.address, "port": 2222, "host_key": key(box), "limits": {"silence": 6, "command": 300}}
         names.append(remote.host(f"ns{number}", **fields, **more))
         last = box
-    process, run_dir = remote.start(*names, *matrix(k="prompt1"))
+    process, run_dir = remote.start(*names, *matrix(k="prompt1 and fp32"))
     until_it_says(process, "running ")
     last.cut()
     assert process.wait(180) == 0
     ledger = ledgers.read(run_dir)
     assert {cell.host for cell in ledger.cells} == {"ns0", "ns1"}
-    assert len(ledger.cells) == len(ledger.expected) == 8
+    assert len(ledger.cells) == len(ledger.expected) == 4
     (note,) = [note for note in ledger.notes if note.startswith("ns2: ")]
     assert "nothing was heard for 6 s" in note
     assert "its cells ran elsewhere" in note
-
-
-def test_three_hosts_share(boxes: Make, remote: Remote) -> None:
-    names = []
-    for number, box in enumerate(boxes(3)):
-        fields = {"address": box.address, "port": 2222, "host_key": key(box)}
-        names.append(remote.host(f"ns{number}", **fields))
-    result = remote(*names, *matrix(k="prompt1 or block1"))
-    assert result.status == 0, result.out + result.err
-    assert {cell.host for cell in result.ledger.cells} == set(names)
-    assert [cell.id for cell in result.ledger.cells] == list(result.ledger.expected)

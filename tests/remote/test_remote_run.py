@@ -298,7 +298,7 @@ def test_a_link_that_falls_silent_while_we_send(server: Server, connect: Open, t
 
 
 def test_a_long_quiet_command_is_not_a_silent_link(server: Server, connect: Open, tmp_path: Path, repo: Path) -> None:
-    session = connect(server.host(tmp_path, limits=Limits(silence=2)))
+    session = connect(server.host(tmp_path, limits=Limits(silence=3)))
     session.sync(working_tree(repo))
     assert session.run(["sleep", "5"], limit=20).status == 0
 

@@ -295,12 +295,12 @@ def public_key(server: Server) -> str:
 
 
 def test_speed_against_scp(connect: Open, repo: Path, server: Server, tmp_path: Path) -> None:
-    """A 35 MB tree at least at half of scp's speed, both measured here, connection included; best of three each."""
+    """A 35 MB tree at least at half of scp's speed, both measured here, connection included; the best of each."""
     if not shutil.which("scp"):
         pytest.skip("scp is not installed: apt-get install openssh-client")
     big(repo, 35_000_000, 350)
     scp, ours = [], []
-    for i in range(3):
+    for i in range(8):  # other work on the machine slows either, at random
         target = tmp_path / f"scp{i}"
         argv = [
             "scp",
