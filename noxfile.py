@@ -23,6 +23,7 @@ nox.options.error_on_external_run = False
 
 PROJECT = nox.project.load_toml("pyproject.toml")["project"]
 
+
 def install(session: nox.Session, *extras: str, torch: bool = True) -> None:
     """Install the project's dependencies and ``extras``, unless this environment already got exactly them."""
     session.env.update({"PYTHONPATH": os.getcwd(), "PIP_DISABLE_PIP_VERSION_CHECK": "1"})
