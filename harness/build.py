@@ -11,15 +11,14 @@ from __future__ import annotations
 import argparse
 import contextlib
 import fcntl
-import functools
 import hashlib
 import inspect
 import json
 import os
 import platform
 import re
+import shlex
 import shutil
-import subprocess
 import sys
 import tempfile
 import threading
@@ -28,7 +27,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from harness import toolchain
 from harness.cells import INFRASTRUCTURE, PASSED
+from harness.toolchain import BuildError
 
 ROOT = Path(__file__).resolve().parent.parent
 CSRC = ROOT / "csrc"
@@ -39,10 +40,6 @@ TORCH_API = (
 )
 SANITIZERS = {"address": "address,undefined", "thread": "thread"}
 _HEADERS = {".h", ".cuh"}
-
-
-class BuildError(Exception):
-    """The engine cannot be built here; the message says what is missing or wrong. Exit status 3 at the command line."""
 
 
 def sources(device: str) -> list[Path]:
@@ -76,9 +73,9 @@ def build(
         raise BuildError(f"device {device!r}: known are cpu and cuda")
     if sanitize is not None and sanitize not in SANITIZERS:
         raise BuildError(f"sanitizer {sanitize!r}: known are {', '.join(SANITIZERS)}")
-    extension = _extension()
-    compiler = _compiler(extension)
-    toolkit, capabilities = _cuda(extension, archs) if device == "cuda" else ("", ())
+    extension = toolchain.extension()
+    compiler = toolchain.compiler(extension)
+    toolkit, capabilities = toolchain.cuda(extension, archs) if device == "cuda" else ("", ())
     flags = _flags(device, debug, sanitize)
     files = sources(device)
     key = _key(files, flags, compiler, toolkit, capabilities)
@@ -93,79 +90,6 @@ def build(
             return library
         _make(extension, files, flags, capabilities, final)
     return library
-
-
-def _extension() -> Any:
-    try:
-        import torch
-    except ImportError as error:
-        raise BuildError(f"torch is not installed ({error}); install it with: pip install torch") from error
-    if tuple(int(n) for n in re.findall(r"\d+", torch.__version__)[:2]) < (2, 11):
-        raise BuildError(f"torch {torch.__version__} is too old; 2.11 or newer has the stable ABI that the engine uses")
-    try:
-        from torch.utils import cpp_extension
-    except ImportError as error:
-        raise BuildError(f"torch.utils.cpp_extension needs setuptools ({error}); pip install setuptools") from error
-    return cpp_extension
-
-
-@functools.lru_cache
-def _version_of(program: str) -> str:
-    try:
-        done = subprocess.run([program, "--version"], capture_output=True, text=True, check=True, timeout=60)
-    except (OSError, subprocess.SubprocessError) as error:
-        raise BuildError(f"{program} --version fails: {error}") from error
-    return done.stdout.strip()
-
-
-def _compiler(extension: Any) -> str:
-    """Path and version of the compiler that cpp_extension will call."""
-    name = str(extension.get_cxx_compiler())
-    found = shutil.which(name.split()[0] if name else "c++")
-    if found is None:
-        raise BuildError(f"no C++ compiler: {name!r} is not on PATH; install g++ (9 or newer) or clang, or set CXX")
-    return f"{name} {os.path.realpath(found)} {_version_of(found)}"
-
-
-def _cuda(extension: Any, archs: Sequence[str] | None) -> tuple[str, tuple[str, ...]]:
-    """Version text of the CUDA toolkit, and the capabilities to compile for."""
-    import torch
-
-    wanted = torch.version.cuda
-    if wanted is None:
-        raise BuildError(
-            f"torch {torch.__version__} has no CUDA; install a CUDA build of it "
-            "(https://pytorch.org/get-started) or use the CPU"
-        )
-    home = extension.CUDA_HOME
-    nvcc = Path(home) / "bin" / "nvcc" if home else None
-    if nvcc is None or not nvcc.exists():
-        raise BuildError(f"no CUDA toolkit: install nvcc {wanted.split('.')[0]}.x and set CUDA_HOME to its folder")
-    version = _version_of(str(nvcc))
-    release = re.search(r"release (\d+)\.(\d+)", version)
-    if release is None or release.group(1) != wanted.split(".")[0]:
-        have = f"{release.group(1)}.{release.group(2)}" if release else "unknown"
-        raise BuildError(
-            f"the CUDA toolkit in {home} is {have}, torch is built for {wanted}; "
-            f"install a toolkit {wanted.split('.')[0]}.x"
-        )
-    capabilities = tuple(sorted(set(archs) if archs else _visible_capabilities(torch)))
-    listed = subprocess.run([str(nvcc), "--list-gpu-arch"], capture_output=True, text=True, check=False).stdout
-    for arch in capabilities:
-        if not re.fullmatch(r"\d{1,2}\.\d[af]?", arch):
-            raise BuildError(f"architecture {arch!r} is not of the form 12.0")
-        if f"compute_{arch.replace('.', '').rstrip('af')}" not in listed.split():
-            raise BuildError(
-                f"architecture {arch}: nvcc {release.group(1)}.{release.group(2)} knows {' '.join(listed.split())}"
-            )
-    return version, capabilities
-
-
-def _visible_capabilities(torch: Any) -> set[str]:
-    count = torch.cuda.device_count()  # is_available() can be true with no device visible
-    if count == 0:
-        raise BuildError("no GPU is visible, so say what to build for, as in: kdtree build --device cuda --arch 12.0")
-    return {"{}.{}".format(*torch.cuda.get_device_capability(i)) for i in range(count)}
 
 
 def _flags(device: str, debug: bool, sanitize: str | None) -> dict[str, list[str]]:
@@ -268,7 +192,8 @@ def _make(
     folder = Path(tempfile.mkdtemp(dir=final.parent, prefix=f".{final.name}.", suffix=".part"))
     folder.chmod(0o755)  # mkdtemp's 0700 would shut other users of a shared cache out
     changes = {}
-    local = [] if "-g" in flags["cxx"] else [f"-ffile-prefix-map={ROOT}=."]  # equal sources: equal builds, wherever
+    # Equal sources are equal builds wherever they lie: a release build holds no path of this checkout.
+    local = [] if "-g" in flags["cxx"] else [f"-ffile-prefix-map={shlex.quote(str(ROOT))}=."]
     if local and not re.search(r"[\s,'\"]", str(ROOT)):
         # Not among the CUDA flags: a path with the letters of "arch" there would drop cpp_extension's -gencode flags.
         changes["NVCC_PREPEND_FLAGS"] = f"{os.environ.get('NVCC_PREPEND_FLAGS', '')} -Xcompiler {local[0]}"
@@ -313,7 +238,7 @@ def _readable(text: str, log: Path) -> str:
     picked: list[str] = []
     for i, line in enumerate(lines):
         if re.search(r"\b(fatal )?error\b\s*:|undefined reference|ptxas fatal", line) and len(picked) < 24:
-            picked += lines[i : i + 3]
+            picked += [text for text in lines[i : i + 3] if text not in picked]
     shown = "\n".join(picked or lines[-12:])
     return f"csrc/ does not compile:\n{shown}\nThe compiler's whole output: {log}"
 

@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 
 from harness import build as builder
+from harness import toolchain
 from harness.build import BuildError, build, main
 
 ROOT = builder.ROOT
@@ -28,7 +29,7 @@ SOURCE = '#include "value.h"\nextern "C" __attribute__((visibility("default"))) 
 @pytest.fixture
 def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A csrc/ whose library has one function, and a cache of its own."""
-    root = tmp_path / "checkout"
+    root = tmp_path / "check out"  # a space, as in some people's folders
     (root / "csrc" / "cpu").mkdir(parents=True)
     (root / "harness").mkdir()
     (root / "csrc" / "value.cpp").write_text(SOURCE)
@@ -38,7 +39,7 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(builder, "ROOT", root)
     monkeypatch.setattr(builder, "CSRC", root / "csrc")
     monkeypatch.setattr(builder, "__file__", str(script))
-    monkeypatch.setenv("KDTREE_BUILD", str(tmp_path / "cache"))
+    monkeypatch.setenv("KDTREE_BUILD", str(tmp_path / "the cache"))
     return root
 
 
@@ -117,8 +118,8 @@ def _build_in_child(queue: multiprocessing.Queue[str]) -> None:
 
 def test_many_processes_build_once(tree: Path) -> None:
     """Every compiler call leaves a line; there is one call for the one source however many ask."""
-    log = tree / "calls"
-    wrapper = tree / "cxx"
+    log = tree.parent / "calls"
+    wrapper = tree.parent / "cxx"
     wrapper.write_text(f'#!/bin/sh\ncase "$*" in *" -c "*) echo x >> {log}; sleep 1;; esac\nexec c++ "$@"\n')
     wrapper.chmod(0o755)
     os.environ["CXX"] = str(wrapper)
@@ -140,8 +141,8 @@ def test_many_processes_build_once(tree: Path) -> None:
 
 def test_a_killed_build_is_no_obstacle(tree: Path) -> None:
     """SIGKILL in the middle: its lock ends with it, and its half build is neither used nor in the way."""
-    wrapper = tree / "cxx"
-    stop = tree / "stop"
+    wrapper = tree.parent / "cxx"
+    stop = tree.parent / "stop"
     hang = f"[ -e {stop} ] || {{ touch {stop}; exec sleep 60; }}"
     wrapper.write_text(f'#!/bin/sh\ncase "$*" in *" -c "*) {hang};; esac\nexec c++ "$@"\n')
     wrapper.chmod(0o755)
@@ -257,7 +258,7 @@ class Toolkit:
             f"echo 'Cuda compilation tools, release {release}, V{release}.88'\n"
         )
         nvcc.chmod(0o755)
-        builder._version_of.cache_clear()
+        toolchain.version_of.cache_clear()
         monkeypatch.setattr(torch.version, "cuda", "13.0")
         monkeypatch.setattr(cpp_extension, "CUDA_HOME", str(folder))
 

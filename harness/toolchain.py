@@ -1,0 +1,94 @@
+"""The tools a build needs: torch's cpp_extension, a C++ compiler, and for CUDA a toolkit that fits torch.
+
+Whatever is missing or does not fit is a `BuildError` whose one line says what to install.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+
+class BuildError(Exception):
+    """The engine cannot be built here; the message says what is missing or wrong. Exit status 3 at the command line."""
+
+
+def extension() -> Any:
+    """``torch.utils.cpp_extension``."""
+    try:
+        import torch
+    except ImportError as error:
+        raise BuildError(f"torch is not installed ({error}); install it with: pip install torch") from error
+    if tuple(int(n) for n in re.findall(r"\d+", torch.__version__)[:2]) < (2, 11):
+        raise BuildError(f"torch {torch.__version__} is too old; 2.11 or newer has the stable ABI that the engine uses")
+    try:
+        from torch.utils import cpp_extension
+    except ImportError as error:
+        raise BuildError(f"torch.utils.cpp_extension needs setuptools ({error}); pip install setuptools") from error
+    return cpp_extension
+
+
+@functools.lru_cache
+def version_of(program: str) -> str:
+    """What ``program --version`` prints."""
+    try:
+        done = subprocess.run([program, "--version"], capture_output=True, text=True, check=True, timeout=60)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise BuildError(f"{program} --version fails: {error}") from error
+    return done.stdout.strip()
+
+
+def compiler(cpp_extension: Any) -> str:
+    """Path and version of the compiler that cpp_extension will call."""
+    name = str(cpp_extension.get_cxx_compiler())
+    found = shutil.which(name.split()[0] if name else "c++")
+    if found is None:
+        raise BuildError(f"no C++ compiler: {name!r} is not on PATH; install g++ (9 or newer) or clang, or set CXX")
+    return f"{name} {os.path.realpath(found)} {version_of(found)}"
+
+
+def cuda(cpp_extension: Any, archs: Sequence[str] | None) -> tuple[str, tuple[str, ...]]:
+    """Version text of the CUDA toolkit, and the capabilities to compile for."""
+    import torch
+
+    wanted = torch.version.cuda
+    if wanted is None:
+        raise BuildError(
+            f"torch {torch.__version__} has no CUDA; install a CUDA build of it "
+            "(https://pytorch.org/get-started) or use the CPU"
+        )
+    home = cpp_extension.CUDA_HOME
+    nvcc = Path(home) / "bin" / "nvcc" if home else None
+    if nvcc is None or not nvcc.exists():
+        raise BuildError(f"no CUDA toolkit: install nvcc {wanted.split('.')[0]}.x and set CUDA_HOME to its folder")
+    version = version_of(str(nvcc))
+    release = re.search(r"release (\d+)\.(\d+)", version)
+    if release is None or release.group(1) != wanted.split(".")[0]:
+        have = f"{release.group(1)}.{release.group(2)}" if release else "unknown"
+        raise BuildError(
+            f"the CUDA toolkit in {home} is {have}, torch is built for {wanted}; "
+            f"install a toolkit {wanted.split('.')[0]}.x"
+        )
+    capabilities = tuple(sorted(set(archs) if archs else _visible_capabilities(torch)))
+    listed = subprocess.run([str(nvcc), "--list-gpu-arch"], capture_output=True, text=True, check=False).stdout
+    for arch in capabilities:
+        if not re.fullmatch(r"\d{1,2}\.\d[af]?", arch):
+            raise BuildError(f"architecture {arch!r} is not of the form 12.0")
+        if f"compute_{arch.replace('.', '').rstrip('af')}" not in listed.split():
+            raise BuildError(
+                f"architecture {arch}: nvcc {release.group(1)}.{release.group(2)} knows {' '.join(listed.split())}"
+            )
+    return version, capabilities
+
+
+def _visible_capabilities(torch: Any) -> set[str]:
+    count = torch.cuda.device_count()  # is_available() can be true with no device visible
+    if count == 0:
+        raise BuildError("no GPU is visible, so say what to build for, as in: kdtree build --device cuda --arch 12.0")
+    return {"{}.{}".format(*torch.cuda.get_device_capability(i)) for i in range(count)}
