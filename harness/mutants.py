@@ -65,6 +65,7 @@ class Result:
         """As ``docs/evidence/mutants.json`` holds it (docs/mutants.md)."""
         found = asdict(self.outcome)
         margin = found.pop("margin")
+        found["detail"] = found["detail"].replace(f"{ROOT}/", "")  # the record is the same wherever the checkout lies
         return {
             "name": self.fault.name,
             "group": self.fault.group,
