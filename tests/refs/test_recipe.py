@@ -112,6 +112,8 @@ def written(folder: Path, changes: dict[str, Any], *, drop: tuple[str, ...] = ()
         ({"run.prompt_length": 500}, "run: max_tokens", "exceed max_context"),
         ({"run.drafters": ["oracle", "psychic"]}, "run: drafters", "psychic"),
         ({"run.drafters": ["oracle", "oracle"]}, "run: drafters", "different names"),
+        ({"weights.checkpoint": "text"}, "weights: checkpoint", "no other option"),
+        ({"weights": {"checkpoint": "nowhere"}}, "weights: checkpoint", "no such folder"),
         ({"run.eos": "last"}, "run: eos", "none of"),
         ({"run.eos": "first", "model.eos_id": 3}, "run: eos", "the model's fields do too"),
         ({"edges": ["cliff"]}, "edges", "cliff"),

@@ -2,7 +2,7 @@
 
 Torch's reading of the weights (`training.target`, attention in the direct form, experts stacked) was written without
 the engine's or the reference's code, and transformers' by somebody else; the latter is held against it in
-tests/oracles/test_text_model.py.
+tests/oracles/test_trained_model.py.
 """
 
 from __future__ import annotations
