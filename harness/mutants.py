@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import shutil
 import sys
 import threading
 import time
@@ -21,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 from harness import bundles, mutants_run
-from harness.build import BuildError
 from harness.bundle_lock import BundleError
 from harness.cells import FAILED, INFRASTRUCTURE, PASSED
 from harness.cli import Parser
@@ -31,6 +29,7 @@ from harness.matrix import MatrixError, Point, expected, matcher
 from harness.mutants_build import CompileError, Workshop
 from harness.mutants_run import Outcome
 from harness.sources import ROOT, describe
+from harness.toolchain import BuildError
 
 WORKERS = 2
 HOME = ROOT / "build" / "mutants"
@@ -82,15 +81,13 @@ class Result:
 def one(fault: Fault, workshop: Workshop, points: Sequence[Point], paths: dict[str, Path]) -> Result:
     """Plant, build, run on ``points``. Raises CompileError naming the fault."""
     start = time.monotonic()
-    scratch = HOME / "planted" / fault.name
-    shutil.rmtree(scratch, ignore_errors=True)
-    try:
-        library, _ = workshop.library(plant(fault, scratch / "csrc"), scratch, anew=fault.is_control)
+    with workshop.scratch(fault.name) as folder:
+        scratch = Path(folder)
+        try:
+            library, _ = workshop.library(plant(fault, scratch / "csrc"), scratch, anew=fault.is_control)
+        except CompileError as error:
+            raise CompileError(f"{fault.name}: does not compile: {error}") from None
         outcome = mutants_run.run(fault, library, mutants_run.order(fault, points), paths)
-    except CompileError as error:
-        raise CompileError(f"{fault.name}: does not compile: {error}") from None
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
     return Result(fault, outcome, time.monotonic() - start)
 
 

@@ -7,12 +7,15 @@ files.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import os
 import re
 import shlex
+import shutil
 import subprocess
+import tempfile
 import threading
 import time
 from dataclasses import dataclass
@@ -25,6 +28,7 @@ LIBRARY = "kdtree.so"
 COMPILE_SECONDS = 300.0
 UNUSED_SECONDS = 7 * 24 * 3600
 _VARIABLE = re.compile(r"\$(?:\{([a-z_]+)\}|([a-z_]+))")
+_PREFIX_MAP = re.compile(r"-ffile-prefix-map=(?:'[^']*'|\S)+")  # names the checkout that happened to build
 _INCLUDE = re.compile(r'^\s*#\s*include\s*"([^"]+)"', re.MULTILINE)
 
 
@@ -51,8 +55,9 @@ class Workshop:
         self._variables, self._rules, self._units = _parse((real.parent / "build.ninja").read_text("utf-8"))
         self._real = {unit: real.parent / unit.object for unit in self._units}
         self._unedited = {unit: self._key(unit, CSRC) for unit in self._units}
-        self._objects = home / "objects"
-        self._objects.mkdir(parents=True, exist_ok=True)
+        self._objects, self._planted = home / "objects", home / "planted"
+        for folder in (self._objects, self._planted):
+            folder.mkdir(parents=True, exist_ok=True)
         self._locks: dict[str, threading.Lock] = {}
         self._guard = threading.Lock()
 
@@ -71,12 +76,17 @@ class Workshop:
         self._run(self._command("link", " ".join(map(shlex.quote, objects)), library), target)
         return library, compiled
 
+    def scratch(self, name: str) -> tempfile.TemporaryDirectory[str]:
+        """A folder for one edited copy, of a name that no other run uses."""
+        return tempfile.TemporaryDirectory(prefix=f"{name}.", dir=self._planted)
+
     def prune(self) -> None:
-        """Forget objects that no build has used for a week."""
+        """Forget objects that no build has used for a week, and what killed runs left as long ago."""
         oldest = time.time() - UNUSED_SECONDS
-        for path in self._objects.glob("*.o"):
-            if path.stat().st_mtime < oldest:
-                path.unlink(missing_ok=True)
+        for path in (*self._objects.iterdir(), *self._planted.iterdir()):
+            with contextlib.suppress(OSError):  # another run is at it, too
+                if path.stat().st_mtime < oldest:
+                    shutil.rmtree(path) if path.is_dir() else path.unlink()
 
     def _key(self, unit: Unit, csrc: Path) -> str:
         template = self._command(unit.rule, "IN", Path("OUT"))
@@ -136,11 +146,17 @@ def _parse(text: str) -> tuple[dict[str, str], dict[str, str], list[Unit]]:
             output, _, rest = line.removeprefix("build ").replace("$:", "\0").replace("$ ", "\1").partition(": ")
             name, *inputs = (part.replace("\0", ":").replace("\1", " ") for part in rest.split())
             if name != "link":
-                units.append(Unit(output, name, Path(inputs[0]).relative_to(CSRC)))
+                units.append(Unit(output, name, _below_csrc(Path(inputs[0]))))
         elif " = " in line and not line.startswith(" "):
             name, _, value = line.partition(" = ")
-            variables[name] = value
+            variables[name] = _PREFIX_MAP.sub("", value)
     return variables, rules, units
+
+
+def _below_csrc(source: Path) -> Path:
+    """``cpu/mla.cpp`` for a source of any checkout: equal sources share a build wherever they lie."""
+    parts = source.parts
+    return Path(*parts[len(parts) - parts[::-1].index(CSRC.name) :])
 
 
 def _closure(csrc: Path, source: Path) -> set[str]:

@@ -89,10 +89,7 @@ def test_a_crash_and_a_hang_are_told_of(
     assert time.monotonic() - start < 60
 
 
-def test_an_edit_that_does_not_compile_is_named(
-    workshop: Workshop, paths: dict[str, Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(mutants, "HOME", tmp_path)
+def test_an_edit_that_does_not_compile_is_named(workshop: Workshop, paths: dict[str, Path]) -> None:
     with pytest.raises(CompileError, match=r"made_here: does not compile: .*undeclared_name"):
         mutants.one(edit("cpu/norm.cpp", 'count("embed");', "undeclared_name;"), workshop, [], paths)
 

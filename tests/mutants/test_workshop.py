@@ -1,0 +1,106 @@
+"""The real build's ninja file is read as cpp_extension writes it, for both devices, wherever it was made."""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from harness import mutants_build
+from harness.mutants_build import CompileError, Unit, Workshop
+
+NINJA = """\
+ninja_required_version = 1.3
+cxx = c++
+nvcc = /usr/local/cuda/bin/nvcc
+
+cflags = -DNAME=x -fPIC -O1 -ffile-prefix-map='/some where/csrc tree'=. -DLAST
+post_cflags =
+cuda_cflags = -O3 -gencode=arch=compute_90,code=sm_90
+cuda_post_cflags = --expt-relaxed
+ldflags = -shared
+
+rule compile
+  command = $cxx -MMD -MF $out.d $cflags -c $in -o $out $post_cflags
+  depfile = $out.d
+  deps = gcc
+
+rule cuda_compile
+  depfile = $out.d
+  deps = gcc
+  command = $nvcc --dependency-output $out.d $cuda_cflags -c $in -o $out ${cuda_post_cflags}
+
+rule link
+  command = $cxx $in $ldflags -o $out
+
+build one.o: compile /some$ where/csrc$ tree/csrc/one.cpp
+build two.o: compile /some$ where/csrc$ tree/csrc/cpu/two.cpp
+build three.cuda.o: cuda_compile /some$ where/csrc$ tree/csrc/cuda/three.cu
+
+build kdtree.so: link one.o two.o three.cuda.o
+
+default kdtree.so
+"""
+
+
+def test_rules_variables_and_units() -> None:
+    variables, rules, units = mutants_build._parse(NINJA)
+    assert units == [
+        Unit("one.o", "compile", Path("one.cpp")),
+        Unit("two.o", "compile", Path("cpu/two.cpp")),
+        Unit("three.cuda.o", "cuda_compile", Path("cuda/three.cu")),
+    ]
+    assert variables["cflags"].split() == ["-DNAME=x", "-fPIC", "-O1", "-DLAST"]
+    assert rules["link"] == "$cxx $in $ldflags -o $out"
+    assert set(rules) == {"compile", "cuda_compile", "link"}
+
+
+@pytest.fixture
+def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A tiny csrc/, a real build of it whose object for two.cpp is not what its source says, and no CUDA."""
+    csrc = tmp_path / "csrc"
+    (csrc / "cpu").mkdir(parents=True)
+    (csrc / "one.cpp").write_text('#include "value.h"\nextern "C" int one() { return VALUE; }\n')
+    (csrc / "value.h").write_text('#include "cpu/deep.h"\n#define VALUE DEEP\n')
+    (csrc / "cpu" / "deep.h").write_text("#define DEEP 1\n")
+    (csrc / "cpu" / "two.cpp").write_text('extern "C" int two() { return 2; }\n')
+    real = tmp_path / "real"
+    real.mkdir()
+    lines = [line for line in NINJA.splitlines() if "three" not in line]
+    (real / "build.ninja").write_text("\n".join([*lines, "build kdtree.so: link one.o two.o", ""]))
+    monkeypatch.setattr(mutants_build, "CSRC", csrc)
+    monkeypatch.setattr(mutants_build, "build", lambda device: real / "kdtree.so")
+    return csrc
+
+
+def test_what_an_edit_does_not_reach_is_not_compiled(tree: Path, tmp_path: Path) -> None:
+    workshop = Workshop("cpu", tmp_path / "home")
+    assert workshop.library(tree, tmp_path / "a")[1] == 2, "the real build has no objects here"
+    assert workshop.library(tree, tmp_path / "b")[1] == 0
+    other = tmp_path / "other.cpp"
+    other.write_text('extern "C" int two() { return 22; }\n')
+    subprocess.run(["c++", "-c", "-fPIC", str(other), "-o", str(tree.parent / "real" / "two.o")], check=True)
+    (tree / "cpu" / "deep.h").write_text("#define DEEP 3\n")  # two includes away from one.cpp
+    anew, compiled = workshop.library(tree, tmp_path / "c", anew=True)
+    assert (compiled, ctypes.CDLL(str(anew)).one(), ctypes.CDLL(str(anew)).two()) == (1, 3, 2)
+    reused, compiled = workshop.library(tree, tmp_path / "d")
+    assert (compiled, ctypes.CDLL(str(reused)).one(), ctypes.CDLL(str(reused)).two()) == (0, 3, 22)
+    (tree / "value.h").write_text("#define VALUE undeclared\n")
+    with pytest.raises(CompileError, match="undeclared"):
+        workshop.library(tree, tmp_path / "e")
+
+
+def test_old_objects_and_leftovers_go_and_others_stay(
+    tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workshop = Workshop("cpu", tmp_path / "home")
+    workshop.library(tree, tmp_path / "a")
+    (tmp_path / "home" / "planted" / "killed").mkdir()
+    workshop.prune()
+    assert len(list((tmp_path / "home" / "objects").iterdir())) == 2
+    assert len(list((tmp_path / "home" / "planted").iterdir())) == 1
+    monkeypatch.setattr(mutants_build, "UNUSED_SECONDS", -1.0)
+    workshop.prune()
+    assert list((tmp_path / "home" / "objects").iterdir()) == list((tmp_path / "home" / "planted").iterdir()) == []
