@@ -8,26 +8,24 @@ from __future__ import annotations
 
 import base64
 import binascii
-import difflib
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import yaml
 
-T = TypeVar("T")
+from harness.yaml_nodes import Reader, YamlError, found, looks_secret
 
 DEFAULT_LOCK = "/tmp/kdtree-engine.lock"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_SECRET = re.compile(r"passw|passphrase|secret|(^|_)token(_|$)|api_?key|private_?key|credential", re.IGNORECASE)
 _ARCHITECTURE = re.compile(r"sm_([1-9][0-9]*)([0-9])([af]?)")
 _FINGERPRINT = re.compile(r"SHA256:[A-Za-z0-9+/]{43}")
 
 
-class HostsError(Exception):
+class HostsError(YamlError):
     """``hosts.yaml`` cannot be used."""
 
 
@@ -98,95 +96,21 @@ class Host:
         return tuple(f"{m[1]}.{m[2]}{m[3]}" for m in parts if m)
 
 
-class _Reader:
-    """Turns YAML nodes into values; every complaint has the node's line."""
+class _HostReader(Reader):
+    """Turns the nodes of ``hosts.yaml`` into hosts."""
 
-    def __init__(self, file: str) -> None:
-        self.file = file
-
-    def error(self, node: yaml.Node, where: str, reason: str) -> HostsError:
-        return HostsError(f"{self.file}:{node.start_mark.line + 1}: {where}: {reason}")
-
-    def mapping(self, node: yaml.Node, where: str) -> dict[str, tuple[yaml.Node, yaml.Node]]:
-        """Key and value nodes by key."""
-        if not isinstance(node, yaml.MappingNode):
-            raise self.error(node, where, f"expected fields, found {_found(node)}")
-        found: dict[str, tuple[yaml.Node, yaml.Node]] = {}
-        for key, value in node.value:
-            if not isinstance(key, yaml.ScalarNode) or key.tag != "tag:yaml.org,2002:str":
-                raise self.error(key, where, f"{_found(key)} is not a name; quote it")
-            if key.value in found:
-                raise self.error(key, f"{where}.{key.value}", "given twice")
-            found[key.value] = (key, value)
-        return found
-
-    def record(
-        self, node: yaml.Node, where: str, readers: Mapping[str, Callable[[yaml.Node, str], Any]]
-    ) -> dict[str, Any]:
-        values = {}
-        for name, (key, value) in self.mapping(node, where).items():
-            if name not in readers:
-                if _SECRET.search(name):
-                    raise self.error(
-                        key, f"{where}.{name}", "no secrets here: keys come from the SSH agent or ssh_config"
-                    )
-                near = difflib.get_close_matches(name, readers, 1)
-                hint = f"; did you mean {near[0]}?" if near else f"; known are {', '.join(readers)}"
-                raise self.error(key, f"{where}.{name}", f"unknown field{hint}")
-            values[name] = readers[name](value, f"{where}.{name}")
-        return values
-
-    def text(self, node: yaml.Node, where: str) -> str:
-        if not isinstance(node, yaml.ScalarNode) or node.tag != "tag:yaml.org,2002:str":
-            raise self.error(node, where, f"expected text, found {_found(node)}")
-        if not node.value.strip() or "\0" in node.value or "\n" in node.value.strip():
-            raise self.error(node, where, "expected one line of text")
-        return str(node.value)
-
-    def matching(self, pattern: re.Pattern[str], what: str) -> Callable[[yaml.Node, str], str]:
-        def read(node: yaml.Node, where: str) -> str:
-            text = self.text(node, where)
-            if not pattern.fullmatch(text):
-                raise self.error(node, where, f"expected {what}, found {text!r}")
-            return text
-
-        return read
-
-    def number(self, low: float, high: float, kind: type[T]) -> Callable[[yaml.Node, str], T]:
-        def read(node: yaml.Node, where: str) -> T:
-            what = (
-                f"expected {'an integer' if kind is int else 'a number'} from {low:g} to {high:g}, found {_found(node)}"
-            )
-            if not isinstance(node, yaml.ScalarNode) or node.style:
-                raise self.error(node, where, what)
-            try:
-                value: Any = kind(node.value)  # type: ignore[call-arg]
-            except ValueError:
-                raise self.error(node, where, what) from None
-            if not low <= value <= high:
-                raise self.error(node, where, what)
-            return value  # type: ignore[no-any-return]
-
-        return read
-
-    def listing(self, item: Callable[[yaml.Node, str], str]) -> Callable[[yaml.Node, str], tuple[str, ...]]:
-        def read(node: yaml.Node, where: str) -> tuple[str, ...]:
-            if not isinstance(node, yaml.SequenceNode):
-                raise self.error(node, where, f"expected a list, found {_found(node)}")
-            return tuple(item(child, f"{where}[{i}]") for i, child in enumerate(node.value))
-
-        return read
+    complaint = HostsError
 
     def environment(self, node: yaml.Node, where: str) -> dict[str, str]:
         values = {}
         for name, (key, value) in self.mapping(node, where).items():
             if not _VARIABLE.fullmatch(name):
                 raise self.error(key, f"{where}.{name}", "not the name of an environment variable")
-            if _SECRET.search(name):
+            if looks_secret(name):
                 raise self.error(key, f"{where}.{name}", "no secrets here: set it on the host itself")
             plain = ("tag:yaml.org,2002:str", "tag:yaml.org,2002:int")
             if not isinstance(value, yaml.ScalarNode) or value.tag not in plain or "\0" in value.value:
-                raise self.error(value, f"{where}.{name}", f"expected text, found {_found(value)}; quote it")
+                raise self.error(value, f"{where}.{name}", f"expected text, found {found(value)}; quote it")
             values[name] = str(value.value)
         return values
 
@@ -239,15 +163,9 @@ class _Reader:
         return Gpus(**values)
 
 
-def _found(node: yaml.Node) -> str:
-    if isinstance(node, yaml.ScalarNode):
-        return repr(node.value) if node.value else "nothing"
-    return "a list" if isinstance(node, yaml.SequenceNode) else "fields"
-
-
 def parse(text: str, file: str = "hosts.yaml") -> dict[str, Host]:
     """Hosts by name, in the file's order. Raises HostsError."""
-    reader = _Reader(file)
+    reader = _HostReader(file)
     try:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.MarkedYAMLError as error:

@@ -20,9 +20,10 @@ import paramiko
 
 from harness.farside.wire import BEAT, DATA, ERR, GREETING, MESSAGE, OUT, Wire, WireError, parse
 from harness.hosts import Host
-from harness.ssh import Connection, ConnectionFailed, Options, connect
+from harness.ssh import Connection, Options, connect
+from harness.ssh_auth import ConnectionFailed
 
-MODULES = ("wire", "store", "process", "queue_lock", "probe", "requests", "agent")
+MODULES = ("wire", "tree", "store", "process", "queue_lock", "probe", "requests", "agent")
 """Of ``harness.farside``, each after those it imports."""
 _LOADER = """
 import json, sys, types

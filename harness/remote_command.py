@@ -17,7 +17,8 @@ from harness.matrix import expected, select
 from harness.remote import INTERRUPTED
 from harness.remote_console import Console, put
 from harness.remote_look import as_json, dry_run, examine
-from harness.remote_run import KNOWN, HostRun, Order, able, assemble, pools
+from harness.remote_order import Order, able, pools
+from harness.remote_run import KNOWN, HostRun, assemble
 from harness.report import write_reports
 from harness.sources import ROOT
 from harness.ssh import Options

@@ -8,7 +8,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from harness.hosts import Host
-from harness.remote_run import SKEW, Order, able, batch_line, step_lines
+from harness.remote_order import Order, able, batch_line, step_lines
+from harness.remote_run import SKEW
 from harness.remote_session import Session, holder_text
 from harness.ssh import Options
 from harness.sync import Snapshot

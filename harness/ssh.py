@@ -6,33 +6,26 @@ not be trusted, ``known_hosts.HostKeyError``.
 
 from __future__ import annotations
 
-import base64
 import logging
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import paramiko
 
 from harness import known_hosts
 from harness.hosts import Host, Limits
+from harness.ssh_auth import ConnectionFailed, authenticate, within
 from harness.ssh_route import Hop, RouteError, load_config, route
-
-T = TypeVar("T")
 
 logging.getLogger("paramiko").addHandler(logging.NullHandler())  # else its tracebacks go to stderr
 
-_DEFAULT_KEYS = ("id_ed25519", "id_ecdsa", "id_rsa")
 _FAST_CIPHERS = ("aes128-gcm@openssh.com", "aes256-gcm@openssh.com")  # one pass for secrecy and integrity
-
-
-class ConnectionFailed(Exception):
-    """No connection, or not as that user."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +107,7 @@ def connect(host: Host, options: Options) -> Connection:
             transport = paramiko.Transport(sock)
             connection.transports.append(transport)
             _handshake(transport, hop, host if hop is hops[-1] else None, host.limits, options)
-            _authenticate(transport, hop, host.limits)
+            authenticate(transport, hop, host.limits)
             transport.set_keepalive(max(1, int(host.limits.silence / 4)))
     except BaseException as error:
         connection.close()
@@ -122,27 +115,6 @@ def connect(host: Host, options: Options) -> Connection:
             raise ConnectionFailed(f"{hop}: {error or type(error).__name__}") from error
         raise
     return connection
-
-
-def _within(seconds: float, function: Callable[[], T], late: str) -> T:
-    """``function()``, in a thread that is given up after ``seconds``: name lookups and agents know no limit."""
-    results: list[T] = []
-    errors: list[BaseException] = []
-
-    def work() -> None:
-        try:
-            results.append(function())
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if thread.is_alive():
-        raise ConnectionFailed(f"{late} within {seconds:g} s")
-    if errors:
-        raise errors[0]
-    return results[0]
 
 
 def _until(condition: Callable[[], object], seconds: float) -> bool:
@@ -175,7 +147,7 @@ def _socket(connection: Connection, hop: Hop, limits: Limits) -> Any:
         return CountedSocket(sock.family, sock.type, sock.proto, fileno=sock.detach())
 
     try:
-        connection.socket = _within(limits.connect, dial, f"{hop}: connect: no answer")
+        connection.socket = within(limits.connect, dial, f"{hop}: connect: no answer")
     except TimeoutError:
         raise ConnectionFailed(f"{hop}: connect: no answer within {limits.connect:g} s") from None
     except socket.gaierror as error:
@@ -229,62 +201,3 @@ def _handshake(transport: paramiko.Transport, hop: Hop, host: Host | None, limit
         known_hosts.check_pin(name, key.get_name(), key.asbytes(), pin)
     else:
         known_hosts.check(name, key.get_name(), key.asbytes(), files, options.accept)
-
-
-def _authenticate(transport: paramiko.Transport, hop: Hop, limits: Limits) -> None:
-    tried: list[str] = []
-
-    def attempt() -> bool:
-        for label, key in _keys(hop, tried):
-            try:
-                more = transport.auth_publickey(hop.user, key)
-            except paramiko.BadAuthenticationType as error:
-                raise ConnectionFailed(
-                    f"{hop}: auth: the server takes no keys from this user, only {', '.join(error.allowed_types)}"
-                ) from None
-            except paramiko.AuthenticationException:
-                tried.append(f"{label} refused")
-                if not transport.is_active():
-                    tried.append("then the server closed the connection")
-                    return False
-                continue
-            if more:
-                raise ConnectionFailed(
-                    f"{hop}: auth: the server wants {', '.join(more)} as well; only keys are supported"
-                )
-            return True
-        return False
-
-    if not _within(limits.auth, attempt, f"{hop}: auth: no answer"):
-        what = "; ".join(tried) or "no key found: start an SSH agent with one, or name one in ssh_config (IdentityFile)"
-        raise ConnectionFailed(f"{hop}: auth: user {hop.user} is refused ({what})")
-
-
-def _keys(hop: Hop, remarks: list[str]) -> Iterator[tuple[str, paramiko.PKey]]:
-    """Keys worth trying: what ssh_config names (by agent or by file), other agent keys, the usual files."""
-    named = list(hop.identities)
-    agent = {key.asbytes(): key for key in paramiko.Agent().get_keys()}
-    for path in named:
-        with suppress(OSError, IndexError, ValueError):
-            words = path.with_name(path.name + ".pub").read_text().split()
-            if key := agent.pop(base64.b64decode(words[1]), None):
-                yield f"{path} (agent)", key
-    for path in named:
-        yield from _file_key(path, remarks)
-    if not hop.identities_only:
-        for key in agent.values():
-            yield f"agent key {known_hosts.fingerprint(key.asbytes())}", key
-    if not named:
-        for name in _DEFAULT_KEYS:
-            yield from _file_key(Path("~/.ssh").expanduser() / name, remarks)
-
-
-def _file_key(path: Path, remarks: list[str]) -> Iterator[tuple[str, paramiko.PKey]]:
-    try:
-        yield str(path), paramiko.PKey.from_path(path)
-    except FileNotFoundError:
-        return
-    except TypeError:  # what cryptography raises for a key with a passphrase
-        remarks.append(f"{path} has a passphrase: ssh-add it")
-    except (OSError, ValueError, paramiko.SSHException, paramiko.pkey.UnknownKeyType) as error:
-        remarks.append(f"{path} unusable: {error}")

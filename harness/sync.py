@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from harness import sources
-from harness.farside.store import decode
+from harness.farside.tree import decode
 from harness.farside.wire import CHUNK
 
 _CUT = 4  # of 256: a piece of a manifest holds 64 entries on average

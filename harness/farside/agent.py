@@ -21,7 +21,7 @@ from typing import Any, BinaryIO
 
 from harness.farside.process import adopt_orphans, end_descendants
 from harness.farside.requests import HANDLERS, RequestError
-from harness.farside.store import StoreError, explain
+from harness.farside.tree import StoreError, explain
 from harness.farside.wire import BEAT, DATA, GREETING, MESSAGE, Wire, WireError, parse
 
 GRACE = 3.0  # seconds between SIGTERM and SIGKILL when the client is gone: nobody is left to wait for

@@ -10,7 +10,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from harness.farside.store import decode
+from harness.farside.tree import decode
 
 # Runs under the host's Python, which may be another one than this program's.
 _MODULES = """

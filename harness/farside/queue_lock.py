@@ -12,7 +12,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from harness.farside.store import Lock, encode
+from harness.farside.store import Lock
+from harness.farside.tree import encode
 
 
 class BoxLock:

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 from harness.farside.probe import probe
 from harness.farside.process import Command
 from harness.farside.queue_lock import BoxLock, held_by
-from harness.farside.store import Store, StoreError, Tree, decode, encode
+from harness.farside.store import Store
+from harness.farside.tree import StoreError, Tree, decode, encode
 from harness.farside.wire import CHUNK, DATA, MESSAGE
 
 if TYPE_CHECKING:

@@ -9,14 +9,11 @@
 Guarantees: a name in the store or under ``runs`` is complete (it appears by rename); every byte of a tree was hashed on
 this machine while it was copied; a tree holds copies, so a run that writes into it harms no other run; what a killed
 run leaves in ``incoming`` goes with the next prune; a run that is still alive is never pruned.
-
-Paths are bytes throughout: they cross the wire as JSON with the undecodable bytes escaped, whatever the locale here is.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import hashlib
 import json
@@ -24,76 +21,12 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
 from typing import Any
 
+from harness.farside.tree import StoreError, Tree, decode, encode
+
 _STEP = 1 << 20
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-
-
-class StoreError(Exception):
-    """A request cannot be met; ``kind`` is ``disk``, ``damaged``, ``manifest`` or ``io``."""
-
-    def __init__(self, kind: str, message: str) -> None:
-        super().__init__(message)
-        self.kind = kind
-
-
-def encode(path: str) -> bytes:
-    return path.encode("utf-8", "surrogateescape")
-
-
-def decode(path: bytes) -> str:
-    return path.decode("utf-8", "surrogateescape")
-
-
-def explain(error: OSError, workdir: bytes) -> StoreError:
-    """An operating system's error with what its reader needs: a full disk's free space, the path."""
-    name = error.filename
-    where = decode(name) if isinstance(name, bytes) else str(name) if name else decode(workdir)
-    if error.errno in _FULL:
-        try:
-            free = shutil.disk_usage(workdir).free
-        except OSError:
-            free = -1
-        return StoreError("disk", f"{where}: {error.strerror}; {free} bytes are free under {decode(workdir)}")
-    return StoreError("io", f"{where}: {error.strerror}")
-
-
-@dataclass
-class Tree:
-    """What a tree is made of: files (path, mode, hash, size) and symbolic links (path, target)."""
-
-    files: list[tuple[bytes, int, str, int]] = field(default_factory=list)
-    links: list[tuple[bytes, bytes]] = field(default_factory=list)
-
-    def add(self, piece: bytes) -> None:
-        """Take in one piece of a manifest. Raises StoreError when it names what no tree may hold."""
-        try:
-            content = json.loads(piece)
-            self.files += [(_safe(p), int(m) & 0o777, _digest(d), int(s)) for p, m, d, s in content["files"]]
-            self.links += [(_safe(p), encode(t)) for p, t in content["links"]]
-        except (ValueError, KeyError, TypeError) as error:
-            raise StoreError("manifest", f"malformed piece of a manifest: {error}") from None
-
-    def contents(self) -> dict[str, int]:
-        """Sizes by hash, in the order in which they are sent."""
-        return {digest: size for _, _, digest, size in self.files}
-
-
-def _safe(path: str) -> bytes:
-    name = encode(path)
-    parts = name.split(b"/")
-    if not name or b"\0" in name or any(part in (b"", b".", b"..") for part in parts) or parts[0] == b".git":
-        raise StoreError("manifest", f"{path!r}: no path inside a tree")
-    return name
-
-
-def _digest(text: str) -> str:
-    if len(text) != 64 or not set(text) <= set("0123456789abcdef"):
-        raise ValueError(f"{text!r} is no SHA-256")
-    return text
 
 
 class Lock:
@@ -295,13 +228,6 @@ class Store:
                     tree.add(data)
             used.update(tree.contents())
         return used
-
-
-def tree_of(pieces: Iterable[bytes]) -> Tree:
-    tree = Tree()
-    for piece in pieces:
-        tree.add(piece)
-    return tree
 
 
 def _parent(path: bytes, made: set[bytes]) -> None:
