@@ -5,12 +5,10 @@ For whoever starts tests (all of it works, and says "none", on a machine without
 * ``survey()`` -> ``Survey``: the usable GPUs in CUDA's own order, or one line that says why there is none. An outer
   ``CUDA_VISIBLE_DEVICES`` is obeyed, the empty one too. The question is put to the driver in a process of its own, so
   that the caller holds no CUDA context afterwards and may still fork.
-* ``pin(gpu)`` -> the environment for a worker that is to see this GPU alone, as its ``cuda:0``.
 * ``worker_cap(free_bytes, cell_bytes, wanted)``: how many workers fit, from the memory one cell is known to need.
 * ``Lease(gpu, run=...)``: one run at a time on a GPU, held by the process that starts the workers and not by the
   workers. ``with Lease(...)`` waits and says who holds it; ``GpuBusy`` when the wait is over. The kernel drops it when
   the holder dies.
-* ``timing(gpu)``: the same between the workers of one run, around a measurement that must not share the GPU.
 * ``is_sticky(text)``: whether an error's text means that this process's CUDA context is lost, so that the worker that
   met it must end and be replaced; every later CUDA call in it fails with the same error.
 
@@ -20,7 +18,6 @@ For whoever starts tests (all of it works, and says "none", on a machine without
 from __future__ import annotations
 
 import argparse
-import contextlib
 import errno
 import fcntl
 import json
@@ -29,7 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
@@ -112,14 +109,6 @@ def survey(*, timeout: float = 60.0) -> Survey:
     return Survey(gpus, "" if gpus else answer["reason"] + hint, answer.get("driver", ""))
 
 
-def pin(gpu: Gpu, environment: Mapping[str, str] | None = None) -> dict[str, str]:
-    """``environment`` (this process's when not given), with this GPU as the only visible one.
-
-    By UUID: a number would be counted anew under the outer ``CUDA_VISIBLE_DEVICES`` and ``CUDA_DEVICE_ORDER``.
-    """
-    return {**(os.environ if environment is None else environment), "CUDA_VISIBLE_DEVICES": gpu.uuid}
-
-
 def worker_cap(free_bytes: int, cell_bytes: int, wanted: int) -> int:
     """How many of ``wanted`` workers may share a GPU with ``free_bytes`` free when one cell needs ``cell_bytes``.
 
@@ -158,11 +147,10 @@ class Lease:
         gpu: Gpu,
         *,
         run: str = "",
-        kind: str = "run",
         timeout: float = 1800.0,
         say: Callable[[str], None] | None = None,
     ) -> None:
-        self.path = lock_folder() / f"{gpu.uuid}.{kind}.lock"
+        self.path = lock_folder() / f"{gpu.uuid}.lock"
         self._what, self._run, self._timeout = f"{gpu.name} ({gpu.uuid})", run, timeout
         self._say = say or (lambda text: print(text, file=sys.stderr, flush=True))
         self._handle = -1
@@ -218,13 +206,6 @@ class Lease:
     ) -> None:
         os.close(self._handle)
         self._handle = -1
-
-
-@contextlib.contextmanager
-def timing(gpu: Gpu, *, run: str = "", timeout: float = 600.0) -> Iterator[None]:
-    """Hold the GPU alone among the workers of a run while something is measured."""
-    with Lease(gpu, run=run, kind="timing", timeout=timeout, say=lambda text: None):
-        yield
 
 
 def main(arguments: list[str] | None = None) -> int:

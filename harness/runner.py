@@ -18,6 +18,7 @@ from harness.checks import run_checks
 from harness.compare import exactly
 from harness.engines import create
 from harness.golden import Golden
+from harness.gpu import is_sticky
 from harness.limit import CellTimeout, limit
 from harness.matrix import Point
 from harness.protocol import DeviceError, Engine, NonFiniteError, OutOfMemory, Session
@@ -76,7 +77,8 @@ class Runner:
             frames = traceback.extract_tb(error.__traceback__)
             where = f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else "?"
             cell = self.blank(point, Verdict.ERROR, f"{type(error).__name__}: {error} (at {where})")
-            self.device_lost = isinstance(error, DeviceError) and not isinstance(error, OutOfMemory)
+            failed = isinstance(error, DeviceError) and not isinstance(error, OutOfMemory)
+            self.device_lost = failed or is_sticky(str(error))  # torch reports a lost context as a RuntimeError
         if cell.verdict is not Verdict.PASS:
             cell = self._trace(point, cell, on_hang)
             self._drop(point)

@@ -35,33 +35,16 @@ def sanitize(tool: str, *options: str) -> list[str]:
 def stages(out: Path, scratch: Path) -> dict[str, tuple[list[str], float]]:
     """Command and time limit in seconds, by name."""
     module = [PYTHON, "-m"]
-    matrix = [*module, "harness", "test", "--device", "cuda", "--require-device", "cuda", "-n", "6"]
+    # Relative paths, so that the ledger's command names no folder of this machine.
+    pytest = [*module, "pytest", "-q", "-p", "no:benchmark", "-p", "no:cacheprovider"]
+    matrix = [*pytest, "tests/test_matrix.py", "--device", "cuda", "--require-device", "cuda", "-n", "6"]
     return {
         "environment": ([*module, "harness", "doctor"], 60),
         "gpu": ([*module, "harness.gpu", "--json"], 60),
         "build": ([*module, "harness", "build", "--device", "cuda"], 240),
         "build-cpu": ([*module, "harness", "build", "--device", "cpu"], 240),
-        "tests": (
-            [*module, "pytest", "tests/cuda", "-q", "-n", "8", "-p", "no:cacheprovider", "-p", "no:benchmark"],
-            200,
-        ),
-        "engine": (
-            [
-                *module,
-                "pytest",
-                "tests/engine",
-                "-q",
-                "-n",
-                "8",
-                "-k",
-                "cuda",
-                "-p",
-                "no:cacheprovider",
-                "-p",
-                "no:benchmark",
-            ],
-            200,
-        ),
+        "tests": ([*pytest, "tests/cuda", "-n", "8"], 200),
+        "engine": ([*pytest, "tests/engine", "-n", "8", "-k", "cuda"], 200),
         "latency": ([*module, "tests.cuda.latency", "--profile", "--json", str(out / "latency.json")], 120),
         "bundles": ([*module, "harness", "bundles"], 240),
         "matrix": ([*matrix, "--run-dir", str(scratch / "matrix")], 400),
@@ -96,7 +79,8 @@ def end(name: str, running: tuple[subprocess.Popen[bytes], float], limit: float,
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         status = 124
-    text = (logs / f"{name}.log").read_text("utf-8", "replace").splitlines()
+    whole = (logs / f"{name}.log").read_text("utf-8", "replace")
+    text = whole.replace(str(ROOT), ".").replace(sys.prefix, "PYTHON").splitlines()  # as evidence elsewhere needs it
     found = {"status": status, "seconds": round(time.monotonic() - began, 1), "tail": text[-15:]}
     print(f"{name}: status {status}, {found['seconds']} s", flush=True)
     for line in text[-40:] if status else text[-4:]:
