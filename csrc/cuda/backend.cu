@@ -15,6 +15,7 @@ constexpr size_t kGuard = 256;  // bytes before and at least as many after; keep
 constexpr int kGuardByte = 0xa5;
 constexpr uint32_t kPoison = 0x7ffadbad;     // NaN as f32 and, twice, as f64; out of every range as i32
 constexpr size_t kStaging = 64 << 10;        // downloads up to this many bytes go through pinned memory
+constexpr size_t kMaxGraphs = 256;         // keys hold temperatures and lengths, so a session may see any number of them
 constexpr size_t kDefaultShared = 48 << 10;  // static and dynamic together, without asking for more
 
 constexpr size_t round_up(size_t n) { return (n + kGuard - 1) / kGuard * kGuard; }
@@ -221,6 +222,7 @@ void CudaBackend::step(const std::string& key, const std::function<void()>& body
   }
   auto found = graphs_.find(key);
   if (found == graphs_.end()) {
+    if (graphs_.size() >= kMaxGraphs) drop_graphs();
     capture(key, body);
     found = graphs_.find(key);
   }

@@ -94,6 +94,8 @@ void steps() {
          "an upload in a step");
   expect(token(8) == 8 && backend->counters().at("tree_root") == 4,
          "steps after one that failed; what was not run is not counted");
+  for (int i = 0; i < 600; ++i) backend->step("one of many " + std::to_string(i), root);
+  expect(token(11) == 11 && backend->counters().at("tree_root") == 605, "more keys than graphs are kept");
   backend->drop_graphs();
   expect(token(9) == 9, "captured anew after drop_graphs");
   backend->set_graphs(false);
