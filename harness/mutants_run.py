@@ -6,6 +6,7 @@ cells and loader checks one by one and reports each before and after, so that wh
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 import platform
@@ -44,7 +45,7 @@ class Outcome:
     """``CELL: CHECK``, or ``""`` when everything passed."""
     verdict: str = ""
     margin: float = 0.0
-    """Of the check that failed: value over bound, infinite for what has to be zero."""
+    """The greatest value over its bound among the checks that failed, infinite where all of them have to be zero."""
     detail: str = ""
     tap: str = ""
     """Where the trace says the numbers first parted."""
@@ -84,7 +85,7 @@ def run(fault: Fault, library: Path, names: Sequence[str], bundles: Mapping[str,
         while True:
             if not ours.poll(SILENCE_SECONDS):
                 detail = f"no word for {SILENCE_SECONDS:g} s"
-                return Outcome(f"{name}: hang", Verdict.TIMEOUT.value, float("inf"), detail, ran=ran)
+                return Outcome(f"{name}: hang", Verdict.TIMEOUT.value, math.inf, detail, ran=ran)
             kind, content = ours.recv()
             if kind == "start":
                 name, ran = content, ran + 1
@@ -97,7 +98,7 @@ def run(fault: Fault, library: Path, names: Sequence[str], bundles: Mapping[str,
         how = (
             f"exit status {process.exitcode}" if (process.exitcode or 0) >= 0 else f"signal {-(process.exitcode or 0)}"
         )
-        return Outcome(f"{name}: crash", Verdict.ERROR.value, float("inf"), f"the process ended: {how}", ran=ran)
+        return Outcome(f"{name}: crash", Verdict.ERROR.value, math.inf, f"the process ended: {how}", ran=ran)
     finally:
         process.kill()
         process.join()
@@ -148,12 +149,14 @@ def _cell(runner: Any, id: str, report: Connection) -> dict[str, Any] | None:
 def _failure(cell: Cell) -> dict[str, Any] | None:
     if cell.verdict is Verdict.PASS:
         return None
-    first = next((check for check in cell.checks if not check.ok), None)
+    wrong = [check for check in cell.checks if not check.ok]
+    first = wrong[0] if wrong else None
+    margins = [check.margin for check in wrong if check.allowed > 0]
     divergence = cell.divergence
     return {
         "caught_by": f"{cell.id}: {first.name if first else cell.verdict.value.lower()}",
         "verdict": cell.verdict.value,
-        "margin": first.margin if first else float("inf"),
+        "margin": max(margins, default=math.inf),
         "detail": cell.detail,
         "tap": divergence.tap if divergence else "",
         "divergence": divergence.detail if divergence else "",
@@ -185,7 +188,7 @@ def _operations(device: str) -> dict[str, Any] | None:
     return {
         "caught_by": f"{OPERATIONS}: {Path(first.id).name or f'pytest ended with {int(status)}'}",
         "verdict": Verdict.ERROR.value,
-        "margin": float("inf"),
+        "margin": math.inf,
         "detail": first.detail.strip(),
     }
 
@@ -198,7 +201,7 @@ def _loader(device: str, bundles: Mapping[str, Path], report: Connection) -> dic
         return {
             "caught_by": f"{LOADER}: {what}",
             "verdict": verdict.value,
-            "margin": float("inf"),
+            "margin": math.inf,
             "detail": detail,
         }
 
