@@ -13,6 +13,7 @@ import pytest
 
 from harness import sync
 from harness.hosts import Host
+from harness.remote_session import Session
 from harness.sources import ROOT
 from harness.ssh import Options
 from tests.remote.sshd import Sshd, keygen, public, require_sshd, ssh_config
@@ -47,8 +48,6 @@ def printed() -> Printed:
 @pytest.fixture
 def connect(server: Server, host: Host, printed: Printed) -> Iterator[Open]:
     """``connect(host=..., run=..., options=...)`` opens a session; all are closed after the test."""
-    from harness.remote_session import Session
-
     opened: list[Session] = []
 
     def one(at: Host = host, *, run: str | None = None, options: Options = server.options, **more: Any) -> Session:

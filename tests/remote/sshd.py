@@ -18,6 +18,11 @@ import pytest
 SSHD = shutil.which("sshd", path=f"{os.environ.get('PATH', '')}:/usr/sbin:/usr/local/sbin") or ""
 
 
+_FOLDERS = ("/usr/lib/openssh", "/usr/libexec/openssh", "/usr/lib/ssh", "/usr/libexec", "/usr/local/libexec")
+# What distributions configure: a program started through the user's shell, as every command is.
+SFTP = next((f"{f}/sftp-server" for f in _FOLDERS if os.path.exists(f"{f}/sftp-server")), "internal-sftp")
+
+
 def require_sshd() -> None:
     """Skip where there is no sshd, by name; fail instead where KDTREE_REQUIRE_SSHD says that there must be one."""
     missing = [name for name, there in (("sshd", SSHD), ("ssh-keygen", shutil.which("ssh-keygen"))) if not there]
@@ -80,7 +85,7 @@ class Sshd:
             f"PasswordAuthentication {self._passwords}",
             "KbdInteractiveAuthentication no",
             f"PidFile {self.folder / 'pid'}",
-            "Subsystem sftp internal-sftp",
+            f"Subsystem sftp {SFTP}",
             "MaxStartups 100",
             "PermitUserEnvironment no",
             *self._options,

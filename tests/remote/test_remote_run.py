@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -358,6 +359,35 @@ def test_clock_skew(connect: Open, server: Server, tmp_path: Path, repo: Path) -
     assert session.run(["sleep", "1"], limit=3).status == 0
     assert session.run(["sleep", "9"], limit=1).reason == "limit"
     assert session.prune()["runs"] == 0
+
+
+def pythons() -> list[tuple[str, str]]:
+    """Every admitted Python on this machine, by version."""
+    found = {}
+    names = [f"python3.{minor}" for minor in range(10, 15)]
+    paths = [path for name in names if (path := shutil.which(name))]
+    for path in [*paths, *map(str, Path.home().glob(".pyenv/versions/3.*/bin/python"))]:
+        asked = subprocess.run([path, "-c", "import sys; print('%d.%d' % sys.version_info[:2])"], capture_output=True)
+        version = asked.stdout.decode().strip()
+        if asked.returncode == 0 and tuple(map(int, version.split("."))) >= (3, 10):
+            found.setdefault(version, path)
+    return sorted(found.items())
+
+
+@pytest.mark.parametrize(("version", "python"), pythons())
+def test_the_far_side_under_every_python_here(
+    connect: Open, server: Server, tmp_path: Path, repo: Path, printed: Printed, marker: str, version: str, python: str
+) -> None:
+    session = connect(server.host(tmp_path, python=python))
+    assert session.facts["python"].startswith(f"{version}.")
+    session.sync(working_tree(repo))
+    assert session.lock("x", lambda text: None)
+    assert session.run(["sh", "-c", "cat a.txt; exit 3"], limit=20).status == 3
+    assert printed.out == "one\n"
+    assert session.run(family(marker), limit=1).reason == "limit"
+    assert alive(marker) == []
+    assert session.fetch("tree", tmp_path / "back") == 6
+    assert session.prune()["ok"]
 
 
 def test_files_come_back_after_a_failure_too(session: Session, tmp_path: Path) -> None:

@@ -295,25 +295,15 @@ def public_key(server: Server) -> str:
 
 
 def test_speed_against_scp(connect: Open, repo: Path, server: Server, tmp_path: Path) -> None:
-    """A 35 MB tree at least at half of scp's speed, both measured here, connection included; the best of each."""
+    """A 35 MB tree at least at half of scp's speed, both measured here, connection included; totals over rounds."""
     if not shutil.which("scp"):
         pytest.skip("scp is not installed: apt-get install openssh-client")
     big(repo, 35_000_000, 350)
     scp, ours = [], []
     for i in range(8):  # other work on the machine slows either, at random
         target = tmp_path / f"scp{i}"
-        argv = [
-            "scp",
-            "-q",
-            "-r",
-            "-p",
-            "-F",
-            str(server.options.config),
-            "-o",
-            "BatchMode=yes",
-            "-P",
-            str(server.sshd.port),
-        ]
+        argv = ["scp", "-q", "-r", "-p", "-F", str(server.options.config), "-o", "BatchMode=yes"]
+        argv += ["-P", str(server.sshd.port)]
         began = time.monotonic()
         subprocess.run([*argv, str(repo / "data"), f"{user()}@127.0.0.1:{target}"], check=True)
         scp.append(time.monotonic() - began)
@@ -325,12 +315,11 @@ def test_speed_against_scp(connect: Open, repo: Path, server: Server, tmp_path: 
         ours.append(time.monotonic() - began)
         session.close()
         shutil.rmtree(host.workdir)
-        if min(ours) <= 2 * min(scp):
+        if sum(ours) <= 2 * sum(scp):
             break
-    print(
-        f"35 MB in 350 files: scp -r {min(scp):.2f} s, sync {min(ours):.2f} s (scp / sync = {min(scp) / min(ours):.2f})"
-    )
-    assert min(ours) <= 2 * min(scp)
+    ratio = sum(scp) / sum(ours)
+    print(f"35 MB in 350 files: scp -r {min(scp):.2f} s, sync {min(ours):.2f} s; {ratio:.2f} of it over {len(scp)}")
+    assert sum(ours) <= 2 * sum(scp)
 
 
 def test_the_server_dies_in_the_middle(connect: Open, repo: Path, server: Server, host: Host) -> None:
