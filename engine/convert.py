@@ -53,7 +53,7 @@ class Scratch:
 Convert = Callable[[Bytes, Scratch], Bytes]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Piece:
     """Consecutive rows of one source tensor, and how they become bytes of the output."""
 

@@ -1,8 +1,8 @@
 """``kdtree import HF_DIR -o FILE.kdtr``: a Hugging Face checkpoint as one KDTR model file (docs/import.md).
 
-Guarantees: the file appears complete or not at all; the same checkpoint and options give the same bytes; peak memory
-does not depend on the checkpoint's size (below 200 MiB); an interrupted import goes on where it stopped when the same
-command is given again. What does not fit is refused before anything is written, except values that only reading shows.
+Guarantees: the file appears complete or not at all; the same checkpoint and options give the same bytes; of the weights
+about 100 MiB are in memory at a time; an interrupted import goes on where it stopped when the same command is given
+again. What does not fit is refused before anything is written, except values that only reading shows.
 
 Exit status: 0 done, 1 the checkpoint is refused, 2 incomplete (interrupted, disk full: run again to go on),
 3 the command line or the target is wrong.
@@ -29,6 +29,7 @@ from engine.kdtr_stream import KdtrStream, TargetBusy
 from engine.safetensors_reader import CheckpointError, fingerprint, open_checkpoint
 from engine.transfer import Progress, write_model
 from refs import kdtr
+from refs.errors import RefError
 
 DONE, REFUSED, INCOMPLETE, USAGE = 0, 1, 2, 3
 
@@ -101,6 +102,8 @@ def run(args: argparse.Namespace, out: TextIO, err: TextIO) -> int:
     """Import as ``args`` say; the exit status. Raises `CheckpointError` and `OSError`."""
     started = time.monotonic()
     checkpoint = open_checkpoint(args.source)
+    files = len(set(checkpoint.shards.values()))
+    print(f"{checkpoint.listing}: {len(checkpoint.shards)} tensors in {files} files", file=err, flush=True)
     try:
         hf = read_config(
             args.source,
@@ -185,10 +188,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return USAGE
     try:
         return run(args, sys.stdout, sys.stderr)
-    except (CheckpointError, kdtr.KdtrError) as error:
+    except (CheckpointError, RefError, kdtr.KdtrError) as error:
         print(f"kdtree import: {error}", file=sys.stderr)
         return REFUSED
-    except TargetBusy as error:
+    except (TargetBusy, PermissionError) as error:
         print(f"kdtree import: {error}", file=sys.stderr)
         return USAGE
     except KeyboardInterrupt:

@@ -44,6 +44,7 @@ CONFIGS: list[tuple[dict[str, Any], str, str]] = [
     ({"hidden_size": "48"}, "hidden_size", "no integer"),
     ({"hidden_size": 0}, "hidden_size", "at least 1"),
     ({"hidden_size": True}, "hidden_size", "no integer"),
+    ({"hidden_size": 2**31}, "hidden_size", "2^31-1"),
     ({"hidden_size": 49}, "model.embed_tokens.weight", "[30, 49]"),
     ({"num_hidden_layers": 5}, "model.layers.4.", "no such tensor"),
     ({"num_hidden_layers": 3}, "model.layers.3.", "3 layers"),
@@ -284,6 +285,8 @@ def test_packed_tensors(
         ({"n_group": 4, "topk_group": 4, "num_experts_per_tok": 5}, ["--experts", "0-3"], "needs 5"),
         ({}, ["--context", "257"], "1..256"),
         ({}, ["--eos", "30"], "vocabulary"),
+        ({}, ["--inner-norm-eps", "0"], "inner_norm_eps"),
+        ({}, ["--inner-norm-eps", "nan"], "inner_norm_eps"),
     ],
 )
 def test_slices_and_options(
