@@ -7,6 +7,7 @@ is taken from this checkout's caches, so that a test costs no compilation.
 from __future__ import annotations
 
 import json
+import shlex
 import signal
 import subprocess
 import sys
@@ -278,16 +279,20 @@ def test_wheels_are_part_of_the_runs_environment(remote: Remote, tmp_path: Path)
     assert "box | the wheel was here" in result.out
 
 
-def test_two_users_of_one_box_queue(remote: Remote) -> None:
-    box = remote.host("box", prepare=["sleep 1"])
+def test_two_users_of_one_box_queue(remote: Remote, tmp_path: Path) -> None:
+    go = tmp_path / "go"
+    box = remote.host(
+        "box", prepare=["echo the box is mine", f"until [ -e {shlex.quote(str(go))} ]; do sleep 0.1; done"]
+    )
     again = remote.host("again", lock=remote.hosts[box]["lock"])
-    first, _ = remote.start(box, *matrix(k="fp32-ar-prompt1-cpu", engine="reference"))
-    until_it_says(first, "running 1 cells")
-    result = remote(again, *matrix(k="fp32-ar-prompt1-cpu", engine="reference"))
-    assert result.status == 0, result.out + result.err
-    assert "again | [waiting: " in result.out
-    assert "holds the box" in result.out
-    assert first.wait(60) == 0
+    choice = matrix(k="fp32-ar-prompt1-cpu", engine="reference")
+    first, _ = remote.start(box, *choice)
+    until_it_says(first, "the box is mine")
+    second, _ = remote.start(again, *choice)
+    until_it_says(second, "holds the box")
+    go.touch()
+    assert first.wait(120) == 0
+    assert second.wait(120) == 0
 
 
 def test_a_reader_that_leaves_changes_no_status(remote: Remote) -> None:
