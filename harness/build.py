@@ -227,7 +227,7 @@ def _make(
         log = final.parent / f"{final.name}.log"
         log.write_text(str(error))
         raise BuildError(_readable(str(error), log)) from error
-    os.rename(folder, final)  # with its objects, which harness/mutants_build.py links again
+    os.rename(folder, final)  # with its objects, which harness/mutants/build.py links again
 
 
 def _readable(text: str, log: Path) -> str:

@@ -17,7 +17,7 @@ from harness.gpu import Gpu, GpuBusy
 from harness.gpu_share import GpuTooSmall, leased, workers_that_fit
 from harness.matrix import parse
 from harness.prepare import Infrastructure, Plan, Say, prepare
-from harness.report import write_reports
+from harness.reports.command import write_reports
 from harness.sources import ROOT, describe
 
 

@@ -22,7 +22,7 @@ from harness.gpu import is_sticky
 from harness.limit import CellTimeout, limit
 from harness.matrix import Point
 from harness.protocol import DeviceError, Engine, NonFiniteError, OutOfMemory, Session
-from harness.trace import first_divergence
+from harness.trace.command import first_divergence
 from harness.widths import rows_of
 
 TRACE_SECONDS = 60.0  # for finding where a failed cell's numbers part

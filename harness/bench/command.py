@@ -193,9 +193,9 @@ def main(argv: Sequence[str]) -> int:
     if options.list:
         print("\n".join([case.name for case in chosen] + [plan.name for plan in steps]))
         return PASSED
-    from harness.build import BuildError
     from harness.prepare import Infrastructure, usable_devices
     from harness.protocol import EngineError
+    from harness.toolchain import BuildError
 
     out: dict[str, Any] = {"header": {}, "not_measured": {}}
     try:

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from harness import engines, hostile
+from harness import engines
 from harness.cells import Verdict
+from harness.mutants import hostile
 from harness.protocol import EngineError, FormatError
 
 

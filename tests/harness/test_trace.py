@@ -14,13 +14,15 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from harness import trace, trace_taps, widths
+from harness import widths
 from harness.cells import Divergence, Verdict
 from harness.golden import Golden
 from harness.matrix import parse
 from harness.protocol import OPERATION_TAPS
 from harness.reference_engine import ReferenceSession
 from harness.runner import Runner, describe
+from harness.trace import command as trace
+from harness.trace import taps as trace_taps
 from harness.widths import ancestors
 from refs.elementary import F
 from refs.exact import SUMMATIONS

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from harness import fault_catalogue
-from harness.fault_catalogue import CSRC, CatalogueError, Fault, edited, fraction, load, plant
+from harness.mutants import catalogue as fault_catalogue
+from harness.mutants.catalogue import CSRC, CatalogueError, Fault, edited, fraction, load, plant
 from harness.protocol import OPERATION_TAPS
 
 FAULTS = load()

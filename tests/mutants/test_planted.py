@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from harness import bundles, mutants, mutants_run
-from harness.fault_catalogue import CatalogueError, Edit, Fault, load, plant
+from harness import bundles
 from harness.matrix import configs, expected
-from harness.mutants_build import CompileError, Workshop
-from harness.mutants_run import LOADER, LOADER_CONFIG, OPERATIONS, Outcome
+from harness.mutants import command as mutants
+from harness.mutants import run as mutants_run
+from harness.mutants.build import CompileError, Workshop
+from harness.mutants.catalogue import CatalogueError, Edit, Fault, load, plant
+from harness.mutants.run import LOADER, LOADER_CONFIG, OPERATIONS, Outcome
 
 CELLS = [f"int4-ar-{LOADER_CONFIG}-cpu", f"fp32-ddtree-{LOADER_CONFIG}-noisy-cpu", LOADER]
 BY_NAME = {fault.name: fault for fault in load()}

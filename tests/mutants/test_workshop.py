@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from harness import mutants_build
-from harness.mutants_build import CompileError, Unit, Workshop
+from harness.mutants import build as mutants_build
+from harness.mutants.build import CompileError, Unit, Workshop
 
 NINJA = """\
 ninja_required_version = 1.3

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from harness import sync
-from harness.hosts import Host
-from harness.remote_session import Session
+from harness.remote import sync
+from harness.remote.hosts import Host
+from harness.remote.session import Session
+from harness.remote.ssh import Options
 from harness.sources import ROOT
-from harness.ssh import Options
 from tests.remote.sshd import Sshd, keygen, public, require_sshd, ssh_config
 from tests.remote.support import Open, Printed, Remote, Server, git, write
 

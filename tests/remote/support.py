@@ -16,9 +16,9 @@ import yaml
 
 from harness import ledger as ledgers
 from harness.cells import Ledger
-from harness.hosts import Host, Limits
+from harness.remote.hosts import Host, Limits
+from harness.remote.ssh import Options
 from harness.sources import ROOT
-from harness.ssh import Options
 from tests.remote.sshd import Sshd, user
 
 QUICK = Limits(connect=3, banner=3, auth=3, silence=8, prepare=20, command=20, queue=20)

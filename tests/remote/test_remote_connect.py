@@ -14,13 +14,13 @@ from pathlib import Path
 
 import pytest
 
-from harness import known_hosts
-from harness.hosts import Host, Limits
-from harness.known_hosts import ChangedHostKey, HostKeyError, RevokedHostKey, UnknownHostKey, WrongTypeHostKey
-from harness.ssh import Options
-from harness.ssh import connect as ssh_connect
-from harness.ssh_auth import ConnectionFailed
-from harness.ssh_route import RouteError, load_config, route
+from harness.remote import known_hosts
+from harness.remote.hosts import Host, Limits
+from harness.remote.known_hosts import ChangedHostKey, HostKeyError, RevokedHostKey, UnknownHostKey, WrongTypeHostKey
+from harness.remote.ssh import Options
+from harness.remote.ssh import connect as ssh_connect
+from harness.remote.ssh_auth import ConnectionFailed
+from harness.remote.ssh_route import RouteError, load_config, route
 from tests.remote.sshd import Relay, Sshd, keygen, public, ssh_config, user
 from tests.remote.support import Open, Server
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from harness.farside.wire import ERR, OUT
-from harness.remote_console import Console, clean
+from harness.remote.console import Console, clean
+from harness.remote.farside.wire import ERR, OUT
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.hosts import Gpus, Host, HostsError, Limits, parse, read
+from harness.remote.hosts import Gpus, Host, HostsError, Limits, parse, read
 from harness.sources import ROOT
 
 GOOD = """\

@@ -17,11 +17,11 @@ from pathlib import Path
 import pytest
 
 from harness import ledger as ledgers
-from harness.hosts import Limits
-from harness.link import LinkLost
-from harness.ssh import connect
-from harness.ssh_auth import ConnectionFailed
-from harness.sync import working_tree
+from harness.remote.hosts import Limits
+from harness.remote.link import LinkLost
+from harness.remote.ssh import connect
+from harness.remote.ssh_auth import ConnectionFailed
+from harness.remote.sync import working_tree
 from tests.remote.sshd import Sshd, alive, public
 from tests.remote.support import Open, Remote, Server, matrix, until, until_it_says
 

@@ -14,12 +14,13 @@ from pathlib import Path
 
 import pytest
 
-from harness import link, remote_session
-from harness.farside.wire import ERR, OUT
-from harness.hosts import Host, Limits
-from harness.link import FarError, LinkLost
-from harness.remote_session import Session, Stopped
-from harness.sync import working_tree
+from harness.remote import link
+from harness.remote import session as remote_session
+from harness.remote.farside.wire import ERR, OUT
+from harness.remote.hosts import Host, Limits
+from harness.remote.link import FarError, LinkLost
+from harness.remote.session import Session, Stopped
+from harness.remote.sync import working_tree
 from tests.remote.sshd import Relay, alive, public
 from tests.remote.support import QUICK, Open, Printed, Server, until
 
@@ -207,10 +208,10 @@ def ancestors(pid: int) -> set[int]:
 CLIENT = """
 import os, sys
 from pathlib import Path
-from harness.hosts import Host, Limits
-from harness.remote_session import Session
-from harness.ssh import Options
-from harness.sync import working_tree
+from harness.remote.hosts import Host, Limits
+from harness.remote.session import Session
+from harness.remote.ssh import Options
+from harness.remote.sync import working_tree
 port, user, config, workdir, python, repo, *argv = sys.argv[1:]
 host = Host(name="loop", address="127.0.0.1", port=int(port), user=user, workdir=workdir, python=python,
             lock=workdir + ".lock", limits=Limits(silence=4))

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from harness.share import Pool
+from harness.remote.share import Pool
 
 
 def anything(host: str, cell: str) -> bool:
@@ -42,7 +42,7 @@ def race(pool: Pool, speeds: dict[str, float], *, dies: dict[str, int] | None = 
 
 @pytest.fixture(autouse=True)
 def short_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("harness.share.SHORTEST", 0.01)
+    monkeypatch.setattr("harness.remote.share.SHORTEST", 0.01)
 
 
 def test_slow_hosts_get_fewer() -> None:

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from harness import sync
-from harness.hosts import Host
-from harness.link import FarError, LinkLost
-from harness.sync import SyncError, working_tree
+from harness.remote import sync
+from harness.remote.hosts import Host
+from harness.remote.link import FarError, LinkLost
+from harness.remote.sync import SyncError, working_tree
 from tests.remote.sshd import Relay, user
 from tests.remote.support import Open, Server, git, write
 

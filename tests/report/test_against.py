@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import runs
 
-from harness.against import compare, percent
 from harness.cells import Cell, Ledger, Verdict
+from harness.reports.against import compare, percent
 
 ID = "fp32-ar-tiny-cpu"
 

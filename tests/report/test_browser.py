@@ -17,11 +17,11 @@ from typing import Any
 import pytest
 import runs
 
-from harness.against import compare
-from harness.history import load
-from harness.html import history_page, page
 from harness.ledger import write
-from harness.view import view
+from harness.reports.against import compare
+from harness.reports.history import load
+from harness.reports.html import history_page, page
+from harness.reports.view import view
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 ARGUMENTS = ["--disable-gpu", "--disable-background-networking", "--no-first-run"]

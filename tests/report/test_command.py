@@ -13,7 +13,7 @@ import runs
 
 from harness.cells import INFRASTRUCTURE, PASSED
 from harness.ledger import write
-from harness.report import main, write_reports
+from harness.reports.command import main, write_reports
 
 Capture = pytest.CaptureFixture[str]
 

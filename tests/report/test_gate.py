@@ -18,8 +18,8 @@ import pytest
 import runs
 from checkouts import git
 
-from harness import gate
 from harness.cells import FAILED, INCOMPLETE, INFRASTRUCTURE, PASSED, Cell, Ledger, Verdict
+from harness.gate import command as gate
 from harness.ledger_format import ledger_bytes, seal
 from harness.sources import ROOT, describe
 

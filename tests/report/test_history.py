@@ -12,9 +12,9 @@ import runs
 
 from harness.cells import Ledger, Verdict
 from harness.files import point
-from harness.history import RUNS, load
-from harness.html import history_page
 from harness.ledger import LedgerError, write
+from harness.reports.history import RUNS, load
+from harness.reports.html import history_page
 
 ID = "fp32-ar-tiny-cpu"
 DDTREE = "fp32-ddtree-tiny-oracle-cpu"
@@ -109,7 +109,7 @@ def test_a_folder_without_runs_is_an_error(tmp_path: Path) -> None:
 
 
 def test_the_newest_runs_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("harness.history.RUNS", 3)
+    monkeypatch.setattr("harness.reports.history.RUNS", 3)
     small = runs.light({"tiny": ()})
     history = load(store(tmp_path, [small] * 5))
     assert [run.started[8:10] for run in history.runs] == ["03", "04", "05"]
@@ -119,7 +119,7 @@ def test_the_newest_runs_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_reading_tells_how_far_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = itertools.count()
-    monkeypatch.setattr("harness.history.time.monotonic", lambda: next(clock) * 0.7)
+    monkeypatch.setattr("harness.reports.history.time.monotonic", lambda: next(clock) * 0.7)
     said: list[str] = []
     load(store(tmp_path, [runs.light({"tiny": ()})] * 4), said.append)
     assert said

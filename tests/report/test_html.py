@@ -11,10 +11,10 @@ from html.parser import HTMLParser
 import pytest
 import runs
 
-from harness.against import compare
 from harness.cells import Ledger, Verdict
-from harness.html import OPEN_FAILURES, page
-from harness.view import view
+from harness.reports.against import compare
+from harness.reports.html import OPEN_FAILURES, page
+from harness.reports.view import view
 
 VOID = {"meta", "link", "input", "br", "path", "polyline", "circle", "rect", "line"}
 

@@ -9,7 +9,7 @@ import pytest
 import runs
 
 from harness.cells import Ledger, Verdict
-from harness.junit import junit
+from harness.reports.junit import junit
 
 
 def suites(ledger: Ledger) -> ElementTree.Element:

@@ -10,10 +10,10 @@ import runs
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from harness.against import compare
 from harness.cells import Ledger, Verdict
-from harness.markdown import FAILURES_SHOWN, LIMIT, markdown
-from harness.view import view
+from harness.reports.against import compare
+from harness.reports.markdown import FAILURES_SHOWN, LIMIT, markdown
+from harness.reports.view import view
 
 markdown_it = pytest.importorskip("markdown_it", reason="markdown-it-py is not installed (extra: test)")
 

@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from harness.plots import BOTTOM, DECADES, LEFT, RIGHT, TOP, Series, chart
+from harness.reports.plots import BOTTOM, DECADES, LEFT, RIGHT, TOP, Series, chart
 
 NAN, INF = float("nan"), float("inf")
 

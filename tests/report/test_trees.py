@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.cells import Tree
-from harness.trees import DRAWN, PITCH_X, PITCH_Y, draw
+from harness.reports.trees import DRAWN, PITCH_X, PITCH_Y, draw
 
 
 def test_a_tree_by_hand() -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from harness.cells import Verdict
+from harness.gate.waivers import Waiver, WaiverError, load
 from harness.sources import ROOT
-from harness.waivers import Waiver, WaiverError, load
 
 ENTRY = {
     "cell": "int4-ddtree-tiny-noisy-cuda",

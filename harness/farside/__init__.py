@@ -1,4 +1,0 @@
-"""The program that runs on a remote host, sent along with each connection: Python >= 3.10, standard library.
-
-Nothing here may import anything outside this package; ``harness.link`` sends its modules as they stand.
-"""

@@ -1,0 +1,1 @@
+"""Faults planted in csrc/, each of which the matrix must catch."""

@@ -1,0 +1,181 @@
+"""Builds edited copies of ``csrc/`` the way `harness.build` builds the real one, compiling only what an edit changed.
+
+The commands are those of the real build's own ninja file, and a source that an edit leaves alone, with everything it
+includes, is linked from the real build's objects. Other objects are kept by the hash of command, compiler and all those
+files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import tempfile
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from harness.build import build
+from harness.mutants.catalogue import CSRC
+
+LIBRARY = "kdtree.so"
+COMPILE_SECONDS = 300.0
+UNUSED_SECONDS = 7 * 24 * 3600
+_VARIABLE = re.compile(r"\$(?:\{([a-z_]+)\}|([a-z_]+))")
+_PREFIX_MAP = re.compile(r"-ffile-prefix-map=(?:'[^']*'|\S)+")  # names the checkout that happened to build
+_INCLUDE = re.compile(r'^\s*#\s*include\s*"([^"]+)"', re.MULTILINE)
+
+
+class CompileError(Exception):
+    """An edited source does not compile or link."""
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One object of the build: which rule makes it from which source."""
+
+    object: str
+    rule: str
+    source: Path
+    """Relative to ``csrc/``."""
+
+
+class Workshop:
+    """Builds of one device under ``home``; safe to use from several threads."""
+
+    def __init__(self, device: str, home: Path) -> None:
+        """Raises `harness.build.BuildError` if the unedited engine cannot be built."""
+        real = build(device)
+        self._variables, self._rules, self._units = _parse((real.parent / "build.ninja").read_text("utf-8"))
+        self._real = {unit: real.parent / unit.object for unit in self._units}
+        self._unedited = {unit: self._key(unit, CSRC) for unit in self._units}
+        self._objects, self._planted = home / "objects", home / "planted"
+        for folder in (self._objects, self._planted):
+            folder.mkdir(parents=True, exist_ok=True)
+        self._locks: dict[str, threading.Lock] = {}
+        self._guard = threading.Lock()
+
+    def library(self, csrc: Path, target: Path, *, anew: bool = False) -> tuple[Path, int]:
+        """The library of the sources in ``csrc``, and how many of them had to be compiled.
+
+        ``anew``: nothing comes from the real build. Raises CompileError.
+        """
+        target.mkdir(parents=True, exist_ok=True)
+        objects, compiled = [], 0
+        for unit in self._units:
+            made, fresh = self._object(unit, csrc, anew)
+            objects.append(str(made))
+            compiled += fresh
+        library = target / LIBRARY
+        self._run(self._command("link", " ".join(map(shlex.quote, objects)), library), target)
+        return library, compiled
+
+    def scratch(self, name: str) -> tempfile.TemporaryDirectory[str]:
+        """A folder for one edited copy, of a name that no other run uses."""
+        return tempfile.TemporaryDirectory(prefix=f"{name}.", dir=self._planted)
+
+    def prune(self) -> None:
+        """Forget objects that no build has used for a week, and what killed runs left as long ago."""
+        oldest = time.time() - UNUSED_SECONDS
+        for path in (*self._objects.iterdir(), *self._planted.iterdir()):
+            with contextlib.suppress(OSError):  # another run is at it, too
+                if path.stat().st_mtime < oldest:
+                    shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+    def _key(self, unit: Unit, csrc: Path) -> str:
+        template = self._command(unit.rule, "IN", Path("OUT"))
+        digest = hashlib.sha256(f"{template}\0{_compiler(shlex.split(template)[0])}\0".encode())
+        for name in sorted(_closure(csrc, unit.source)):
+            digest.update(f"{name}\0{hashlib.sha256((csrc / name).read_bytes()).hexdigest()}\0".encode())
+        return digest.hexdigest()[:32]
+
+    def _object(self, unit: Unit, csrc: Path, anew: bool) -> tuple[Path, bool]:
+        key = self._key(unit, csrc)
+        if not anew and key == self._unedited[unit] and self._real[unit].exists():
+            return self._real[unit], False
+        path = self._objects / f"{key}.o"
+        with self._guard:
+            lock = self._locks.setdefault(key, threading.Lock())
+        with lock:
+            if path.exists():
+                os.utime(path)
+                return path, False
+            part = self._objects / f".{key}.{os.getpid()}.o"
+            self._run(self._command(unit.rule, shlex.quote(str(csrc / unit.source)), part), self._objects)
+            part.with_name(part.name + ".d").unlink(missing_ok=True)
+            os.replace(part, path)
+        return path, True
+
+    def _command(self, rule: str, inputs: str, output: Path) -> str:
+        values = {**self._variables, "in": inputs, "out": shlex.quote(str(output))}
+        text = self._rules[rule]
+        for _ in range(4):  # variables hold variables
+            text = _VARIABLE.sub(lambda match: values.get(match.group(1) or match.group(2), ""), text)
+        return text
+
+    def _run(self, command: str, folder: Path) -> None:
+        try:
+            done = subprocess.run(
+                command, shell=True, cwd=folder, capture_output=True, text=True, timeout=COMPILE_SECONDS, check=False
+            )
+        except subprocess.TimeoutExpired:
+            raise CompileError(f"took longer than {COMPILE_SECONDS:g} s: {command}") from None
+        if done.returncode != 0:
+            errors = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()[-4:]
+            raise CompileError("\n".join(errors[:6]))
+
+
+def _parse(text: str) -> tuple[dict[str, str], dict[str, str], list[Unit]]:
+    """Variables, commands by rule, and the objects, out of a build.ninja of cpp_extension."""
+    variables: dict[str, str] = {}
+    rules: dict[str, str] = {}
+    units: list[Unit] = []
+    rule = ""
+    for line in text.replace("$\n", "").splitlines():
+        if line.startswith("rule "):
+            rule = line.split()[1]
+        elif line.startswith("  command = "):
+            rules[rule] = line.removeprefix("  command = ")
+        elif line.startswith("build "):
+            output, _, rest = line.removeprefix("build ").replace("$:", "\0").replace("$ ", "\1").partition(": ")
+            name, *inputs = (part.replace("\0", ":").replace("\1", " ") for part in rest.split())
+            if name != "link":
+                units.append(Unit(output, name, _below_csrc(Path(inputs[0]))))
+        elif " = " in line and not line.startswith(" "):
+            name, _, value = line.partition(" = ")
+            variables[name] = _PREFIX_MAP.sub("", value)
+    return variables, rules, units
+
+
+def _below_csrc(source: Path) -> Path:
+    """``cpu/mla.cpp`` for a source of any checkout: equal sources share a build wherever they lie."""
+    parts = source.parts
+    return Path(*parts[len(parts) - parts[::-1].index(CSRC.name) :])
+
+
+def _closure(csrc: Path, source: Path) -> set[str]:
+    """``source`` and every file of ``csrc`` that it includes, directly or not, whatever the conditions around it."""
+    found: set[str] = set()
+    waiting = [source]
+    while waiting:
+        path = waiting.pop()
+        if str(path) in found:
+            continue
+        found.add(str(path))
+        for name in _INCLUDE.findall((csrc / path).read_text("utf-8")):
+            target = (csrc / path.parent / name).resolve()
+            if target.is_file() and target.is_relative_to(csrc.resolve()):
+                waiting.append(target.relative_to(csrc.resolve()))
+    return found
+
+
+@functools.lru_cache
+def _compiler(program: str) -> str:
+    done = subprocess.run([program, "--version"], capture_output=True, text=True, timeout=60, check=False)
+    return done.stdout

@@ -1,0 +1,236 @@
+"""The matrix on remote hosts: every host in a thread of its own, their cells from one pool, one merged ledger.
+
+Whatever happens to a host, the ledger says so: a host that was lost is a note if others ran all of its cells, and a
+problem (exit status 3) if they did not.
+"""
+
+from __future__ import annotations
+
+import shlex
+import threading
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from harness import ledger as ledgers
+from harness.cells import FAILED, INCOMPLETE, PASSED, Ledger, Verdict, exit_status
+from harness.ledger import LedgerError
+from harness.remote.console import Console
+from harness.remote.hosts import Host
+from harness.remote.known_hosts import HostKeyError
+from harness.remote.link import FarError, LinkLost
+from harness.remote.order import Order, batch_line, environment, step_lines
+from harness.remote.session import Outcome, Session, Stopped
+from harness.remote.share import Pool
+from harness.remote.ssh_auth import ConnectionFailed
+from harness.remote.sync import Snapshot, SyncError
+from harness.sources import describe
+
+FOLDER = "hosts"
+"""Of a run's folder: what came back, by host and batch."""
+SKEW = 2.0  # seconds of clock difference below which nobody need be told
+KNOWN = (ConnectionFailed, HostKeyError, LinkLost, FarError, SyncError, LedgerError, OSError)
+"""What may go wrong with a host; the text of each is for its reader."""
+
+
+class HostRun:
+    """One host's part of a run."""
+
+    def __init__(
+        self, host: Host, order: Order, tree: Snapshot, pool: Pool, console: Console, stop: threading.Event
+    ) -> None:
+        self.host, self.order, self.tree, self.pool, self.console = host, order, tree, pool, console
+        self._stop = stop
+        self.over = threading.Event()
+        """Set when nothing more happens here."""
+        self.shards: list[Ledger] = []
+        self.trouble = ""
+        """Why the host takes no more cells; empty if it did all there was to do."""
+        self.notes: list[str] = []
+        self.session: Session | None = None
+        self.folder = order.run_dir / FOLDER / host.name
+
+    def work(self) -> None:
+        """Everything, from the connection to the last file fetched; at its end, however it comes, ``over`` is set."""
+        try:
+            self._guarded()
+        finally:
+            self.over.set()
+
+    def _guarded(self) -> None:
+        try:
+            self._work()
+        except Stopped:
+            self.trouble = "interrupted"
+        except KNOWN as error:
+            self.trouble = "interrupted" if self._stop.is_set() else str(error).strip() or type(error).__name__
+        except Exception as error:
+            self.trouble = f"internal error: {type(error).__name__}: {error}"
+            (self.folder / "error.txt").write_text(traceback.format_exc(), "utf-8")
+        finally:
+            returned = self.pool.leave(self.host.name)
+            if self.session:
+                self.session.close()
+            if self.trouble:
+                self._say(f"FAILED: {self.trouble}" + (f"; gives back {len(returned)} cells" if returned else ""))
+
+    def _say(self, text: str) -> None:
+        self.console.say(self.host.name, text)
+
+    def _work(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        output = self.console.sink(self.host.name, self.folder / "output.log")
+        self._say(f"connecting to {self.host.address}")
+        session = self.session = Session(self.host, self.order.options, self.order.run_dir.name, output, self._stop)
+        facts = session.facts
+        self._say(f"{facts['user']}@{facts['node']}: Python {facts['python']}, {facts['system']} {facts['machine']}")
+        if abs(session.link.skew) > SKEW:
+            note = (
+                f"the host's clock is {abs(session.link.skew):.0f} s {'ahead' if session.link.skew > 0 else 'behind'}"
+            )
+            self.notes.append(f"{self.host.name}: {note}; times in its entries are by its clock")
+            self._say(note)
+        self._send(session)
+        if not session.lock(self.order.command, lambda text: self._say(f"waiting: {text}")):
+            self.trouble = f"the box was not free within {self.host.limits.queue:.0f} s"
+            return
+        self._prepare(session)
+        while not self.trouble and (cells := self.pool.take(self.host.name)):
+            self._batch(session, cells)
+        session.unlock()
+
+    def _send(self, session: Session) -> None:
+        for part, tree in (("tree", self.tree), ("wheels", self.order.wheels)):
+            if tree is None:
+                continue
+            told = [time.monotonic()]
+
+            def progress(done: int, total: int, told: list[float] = told) -> None:
+                if time.monotonic() - told[0] > 1:
+                    told[0] = time.monotonic()
+                    self._say(f"sending: {done / 1e6:.1f} of {total / 1e6:.1f} MB")
+
+            sent = session.sync(tree, part, progress)
+            self._say(
+                f"sent {sent.contents} of {sent.files} files of the {part}, {sent.bytes} bytes, {sent.seconds:.1f} s"
+            )
+        removed = session.prune()
+        if removed["runs"]:
+            self._say(f"removed {removed['runs']} old runs, {removed['bytes'] / 1e6:.1f} MB")
+
+    def _prepare(self, session: Session) -> None:
+        if self.host.prepare:
+            self._step("prepare", session.prepare(self._env(session)))
+        if self.order.wheels and not self.trouble:
+            self._step("wheels", self._install(session))
+        for name, argv in step_lines(self.host, self.order):
+            if not self.trouble:
+                self._say(f"{name}: {shlex.join(argv)}")
+                self._step(name, session.run(argv, limit=self.host.limits.prepare, env=self._env(session)))
+
+    def _env(self, session: Session) -> Mapping[str, str]:
+        workdir = session.facts["workdir"]
+        return environment(self.host, session.directory, workdir, wheels=self.order.wheels is not None)
+
+    def _install(self, session: Session) -> Outcome:
+        names = [file.path.decode() for file in self.order.wheels.files] if self.order.wheels else []
+        folder = f"{session.directory}/wheels"
+        own = next((name for name in names if name.startswith("pip-")), None)  # a host may have a Python without pip
+        pip = [self.host.python, f"{folder}/{own}/pip"] if own else [self.host.python, "-m", "pip"]
+        argv = [*pip, "install", "--no-index", "--no-deps", "--disable-pip-version-check", "--no-input", "--quiet"]
+        argv += ["--target", f"{session.directory}/site", *(f"{folder}/{name}" for name in names)]
+        return session.run(argv, limit=self.host.limits.prepare)
+
+    def _step(self, name: str, outcome: Outcome) -> None:
+        if outcome.trouble or outcome.status:
+            self.trouble = f"{name}: {outcome.trouble or f'ended with status {outcome.status}'}"
+
+    def _batch(self, session: Session, cells: list[str]) -> None:
+        """Run one batch, bring back what it left, and hand unfinished cells back to the pool."""
+        began = time.monotonic()
+        shard_id = ledgers.new_run_id()
+        argv = batch_line(self.host, self.order, cells, f"{session.directory}/reports/{shard_id}")
+        self._say(f"running {len(cells)} cells")
+        outcome = session.run(argv, limit=self.host.limits.command, env=self._env(session))
+        folder = self.folder / shard_id
+        count = session.fetch(f"reports/{shard_id}", folder)
+        if (folder / ledgers.LEDGER_FILE).is_file():
+            shard = ledgers.read(folder)
+        elif count:
+            shard = self._salvage(folder, cells)
+        else:
+            self.trouble = outcome.trouble or f"ended with status {outcome.status} and left no ledger"
+            return
+        self.trouble = _why_unusable(outcome, shard)
+        done = [cell.id for cell in shard.cells if cell.verdict is not Verdict.NOT_RUN]
+        if not self.trouble and not done:
+            self.trouble = "ran none of its cells"
+        self.shards.append(replace(shard, problems=()))
+        self.pool.finish(self.host.name, done, time.monotonic() - began)
+        total = len(self.order.expected)
+        self._say(
+            f"{len(done)} cells in {time.monotonic() - began:.1f} s; {sum(self.pool.done.values())} of {total} in all"
+        )
+
+    def _salvage(self, folder: Path, cells: Sequence[str]) -> Ledger:
+        """A ledger of what had been recorded when the command was ended."""
+        return ledgers.complete(blank(self.order, [self.host.name], folder.name, cells), ledgers.collect(folder))
+
+
+def _why_unusable(outcome: Outcome, shard: Ledger) -> str:
+    """Why a batch's host should get no further one; empty if all is well."""
+    if outcome.trouble:
+        return outcome.trouble
+    if shard.problems:
+        return "; ".join(shard.problems)
+    if outcome.status not in (PASSED, FAILED, INCOMPLETE):
+        return f"the matrix ended with status {outcome.status}"
+    if outcome.status == PASSED != exit_status(shard):
+        return f"status {outcome.status} came back with a ledger of status {exit_status(shard)}"
+    return ""
+
+
+def blank(order: Order, hosts: Sequence[str], run_id: str, cells: Sequence[str]) -> Ledger:
+    """A ledger in which nothing ran."""
+    return ledgers.complete(
+        Ledger(
+            run_id=run_id,
+            started=ledgers.timestamp(),
+            finished=ledgers.timestamp(),
+            engine=order.engine,
+            command=order.command,
+            sources=describe(order.root),
+            environments={host: {} for host in hosts},
+            expected=tuple(sorted(cells)),
+            cells=(),
+            per_host=order.each,
+        ),
+        (),
+    )
+
+
+def assemble(order: Order, started: str, runs: Sequence[HostRun]) -> Ledger:
+    """One ledger of all that came back, and of what did not."""
+    shards = [shard for run in runs for shard in run.shards]
+    names = [run.host.name for run in runs] if order.each or not shards else []
+    rest = blank(order, names, order.run_dir.name, order.expected)
+    if shards:
+        rest = replace(rest, sources=shards[0].sources)  # those that were judged; the tree here may have moved on
+    merged = ledgers.merge(
+        [*shards, rest], run_id=order.run_dir.name, expected=order.expected, command=order.command, per_host=order.each
+    )
+    troubles = [f"{run.host.name}: {run.trouble}" for run in runs if run.trouble]
+    incomplete = order.each or any(cell.verdict is Verdict.NOT_RUN for cell in merged.cells)
+    notes = [note for run in runs for note in run.notes]
+    if not incomplete:
+        notes += [f"{trouble}; its cells ran elsewhere" for trouble in troubles]
+    return replace(
+        merged,
+        started=started,
+        finished=ledgers.timestamp(),
+        filter=order.filter,
+        problems=tuple(troubles) if incomplete else (),
+        notes=(*merged.notes, *notes),
+    )

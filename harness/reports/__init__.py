@@ -1,0 +1,1 @@
+"""From one ledger to what people read: HTML, JUnit, Markdown, and plots over several runs."""

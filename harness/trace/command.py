@@ -1,0 +1,162 @@
+"""First divergence: where an engine's numbers first leave the ones they should be, so that a failure says where.
+
+Stages, each of which rests on the ones before: *prefill* (residual stream and cache against the golden, layer by layer;
+where a layer is off, operation by operation against the reference); then, each against one prefill of the same tokens,
+*steps*, the golden *trees*, *decode*, *sampling* and trees of all *widths* (`harness.trace.steps`). The first
+divergence of the first stage that has one is the answer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from harness.cells import FAILED, INFRASTRUCTURE, PASSED, Divergence
+from harness.cli import Parser
+from harness.engines import create
+from harness.golden import Golden, GoldenError
+from harness.matrix import DEVICES, MatrixError, expected, parse
+from harness.prepare import Infrastructure, prepare
+from harness.protocol import EngineError, NonFiniteError, Session
+from harness.trace import steps as trace_steps
+from harness.trace import taps as trace_taps
+from harness.trace.taps import Expected
+from harness.widths import rows_of
+
+BEFORE = "; everything before it agrees"
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What one stage found."""
+
+    name: str
+    divergence: Divergence | None
+
+
+def prefill(session: Session, golden: Golden, against: Expected | None = None) -> Divergence | None:
+    """The first tap of one prefill of prompt and golden tokens that is not the golden one.
+
+    With ``against``, another engine's taps, every operation is compared with those.
+    """
+    tokens = (*golden.prompt, *golden.tokens)
+    taps = session.taps(tokens, operations=True)
+    if against is not None:
+        return trace_taps.first(golden, taps, against, operations=True)
+    bound = golden.tolerance("logits")
+    beyond = trace_taps.first(golden, taps, trace_taps.stored(golden), operations=True)
+    if beyond is None and "logits" in taps:
+        rows = taps["logits"][len(golden.prompt) - 1 :]
+        beyond = trace_taps.differ(golden, "logits", rows, golden.logits, bound, "by step")
+    if beyond is None:
+        session.reset()
+        rows = session.prefill(tokens)[len(golden.prompt) - 1 :]
+        told = "prefill, whose taps agree, by step"
+        return trace_taps.differ(golden, "logits", rows, golden.logits, bound, told)
+    return trace_taps.first(golden, taps, trace_taps.reference(golden, tokens), operations=True) or beyond
+
+
+def stages(
+    session: Session, golden: Golden, drafter: str = "", seed: int = 0, against: Expected | None = None
+) -> Iterator[Stage]:
+    """One stage after the other, up to the first that diverges. Raises what the engine raises."""
+    steps: list[tuple[str, Callable[[], Divergence | None]]] = [
+        ("prefill", lambda: prefill(session, golden, against)),
+        ("steps", lambda: trace_steps.stepping(session, golden)),
+    ]
+    if drafter:
+        steps.append(("trees", lambda: trace_steps.trees(session, golden, drafter)))
+    steps.append(("decode", lambda: trace_steps.decoding(session, golden, drafter)))
+    if drafter:
+        steps.append(("sampling", lambda: trace_steps.sampling(session, golden, drafter, seed)))
+        steps.append(("widths", lambda: trace_steps.widths(session, golden, seed)))
+    for name, run in steps:
+        found = run()
+        if found is not None:
+            found = replace(found, detail=f"{found.detail}{BEFORE}")
+        yield Stage(name, found)
+        if found is not None:
+            return
+
+
+def first_divergence(session: Session, golden: Golden, drafter: str = "", seed: int = 0) -> Divergence | None:
+    """Where a cell's numbers first left the golden ones, or None where none of the stages sees it.
+
+    ``drafter`` is ``""`` for AR. Raises what the engine raises, but for NonFiniteError, which ends the search.
+    """
+    try:
+        for stage in stages(session, golden, drafter, seed):
+            if stage.divergence is not None:
+                return stage.divergence
+    except NonFiniteError:
+        pass
+    return None
+
+
+def other_engine(name: str, golden: Golden) -> Expected:
+    """The taps of another engine as the yardstick: both may be off by the noise, so twice the bound is allowed."""
+    device = name if name in DEVICES else "cpu"
+    engine = create("csrc" if name in DEVICES else name, device)
+    session = engine.load(Path(golden.file.file), golden.precision)
+    tokens = (*golden.prompt, *golden.tokens)
+    rows = session.taps(tokens, operations=True)
+    bounds = trace_taps.reference(golden, tokens).allowed
+    kept = {tap: rows[tap].copy() for tap in rows if tap in bounds}
+    session.close()
+    return Expected(name, kept, {tap: 2 * bounds[tap] for tap in kept})
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        prog="kdtree trace",
+        description="Name the first tap, row and element of a cell that is not what it should be.",
+        epilog="examples:\n  kdtree trace int4-ddtree-tiny-noisy-cpu\n"
+        "  kdtree trace fp32-ar-tiny-cuda --against cpu\n\n"
+        f"exit status: {PASSED} nothing diverges, {FAILED} something does, {INFRASTRUCTURE} the cell, an engine or its "
+        "bundle is not there",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("cell", help="a cell's id, as `kdtree matrix --list` prints it")
+    parser.add_argument("--engine", default="csrc", help="the engine to trace (default: csrc)")
+    parser.add_argument("--against", default="reference", help="reference, cpu, cuda or an engine's name")
+    parser.add_argument("--json", action="store_true", help="stages and divergence as one object")
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    """``kdtree trace CELL``: 0 nothing diverges, 1 something does, 3 the engine or the bundle is not there."""
+    options = _parser().parse_args(argv)
+
+    def say(line: str) -> None:
+        print(line, file=sys.stderr if options.json else sys.stdout, flush=True)
+
+    try:
+        point = parse(options.cell)
+        if point not in expected([point.device]):
+            raise MatrixError(f"{point.id} is no cell of the matrix; `kdtree matrix --list` shows their ids")
+        path = prepare(options.engine, [point], say)[point.config]
+        golden = Golden.open(path, point.precision)
+        session = create(options.engine, point.device).load(path, point.precision, max_rows=rows_of(golden))
+        against = None if options.against == "reference" else other_engine(options.against, golden)
+        done: list[Stage] = []
+        for stage in stages(session, golden, point.drafter, point.seed, against):
+            done.append(stage)
+            say(f"{stage.name:<9} {'agrees' if stage.divergence is None else 'DIVERGES: ' + stage.divergence.detail}")
+    except (MatrixError, Infrastructure, EngineError, GoldenError) as error:
+        print(f"kdtree trace: {type(error).__name__}: {error}", file=sys.stderr)
+        return INFRASTRUCTURE
+    found = done[-1].divergence
+    if options.json:
+        report = {
+            "cell": point.id,
+            "engine": options.engine,
+            "against": options.against,
+            "stages": [{"name": stage.name, "agrees": stage.divergence is None} for stage in done],
+            "divergence": None if found is None else asdict(found),
+        }
+        print(json.dumps(report, indent=1))
+    return PASSED if found is None else FAILED
