@@ -45,7 +45,7 @@ class Outcome:
     """``CELL: CHECK``, or ``""`` when everything passed."""
     verdict: str = ""
     margin: float = 0.0
-    """The greatest value over its bound among the checks that failed, infinite where all of them have to be zero."""
+    """Value over bound of the first failed check that has a bound above zero, infinite where none has."""
     detail: str = ""
     tap: str = ""
     """Where the trace says the numbers first parted."""
@@ -156,7 +156,7 @@ def _failure(cell: Cell) -> dict[str, Any] | None:
     return {
         "caught_by": f"{cell.id}: {first.name if first else cell.verdict.value.lower()}",
         "verdict": cell.verdict.value,
-        "margin": max(margins, default=math.inf),
+        "margin": margins[0] if margins else math.inf,
         "detail": cell.detail,
         "tap": divergence.tap if divergence else "",
         "divergence": divergence.detail if divergence else "",
