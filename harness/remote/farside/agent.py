@@ -79,8 +79,10 @@ class Agent:
     def end(self) -> None:
         """Take everything down with this process. Called from any thread; only the first call acts."""
         if self._ending.acquire(blocking=False):
-            end_descendants(os.getpid(), GRACE)
-            os._exit(3)
+            try:
+                end_descendants(os.getpid(), GRACE)
+            finally:
+                os._exit(3)  # the keeper ends what is left
 
     def data(self, size: int) -> Any:
         """The next ``size`` bytes of DATA frames, chunk by chunk. Raises RequestError when the client stops early."""
@@ -124,6 +126,8 @@ class Agent:
 
 def main(source: BinaryIO) -> None:
     """Entry of the program: ``source`` is standard input, at the first byte after the program itself."""
+    if not os.path.exists("/proc/self/stat"):
+        sys.exit("no Linux with /proc: what runs here could not be ended reliably")
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     adopt_orphans()
     agent = os.fork()
