@@ -20,9 +20,7 @@ from refs import quant
 
 Bytes = npt.NDArray[np.uint8]
 
-READ_BLOCK = (
-    16 << 20
-)  # long enough for the disk's full speed, short enough that all buffers together stay below 100 MiB
+READ_BLOCK = 8 << 20  # long enough for the disk's full speed, and all buffers together stay near 100 MiB
 QUANTISE_COPIES = 8  # quantising keeps about so many copies of its block
 
 

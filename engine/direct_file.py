@@ -22,6 +22,7 @@ from typing import Any, BinaryIO
 
 BLOCK = 4096  # offsets, lengths and addresses of direct writes are multiples of the disk's blocks, which are no larger
 STAGE = 8 << 20  # bytes handed to the disk at a time
+STAGES = 4  # one is filled while the others wait for the disk
 
 
 class DirectFile:
@@ -39,8 +40,8 @@ class DirectFile:
             if error.errno != errno.EINVAL:
                 self._file.close()
                 raise
-        self._stages = [mmap.mmap(-1, STAGE) for _ in range(2)]  # mappings begin at a page, so at a block
-        self._busy: list[Future[None] | None] = [None, None]
+        self._stages = [mmap.mmap(-1, STAGE) for _ in range(STAGES)]  # mappings begin at a page, so at a block
+        self._busy: list[Future[None] | None] = [None] * STAGES
         self._current = 0
         self._at = 0
         self._first = self._fill = 0  # the current stage's bytes that wait, for file offset _at
@@ -84,7 +85,7 @@ class DirectFile:
         if fill > first:
             stage = memoryview(self._stages[self._current])[first:fill]
             self._busy[self._current] = self._thread.submit(self._unless_failed, self._put, stage, at)
-            self._current = 1 - self._current
+            self._current = (self._current + 1) % STAGES
             self._at = at + fill - first
         self._first = self._fill = 0
 

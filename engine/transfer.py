@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import TextIO
 
 import numpy as np
@@ -13,6 +15,9 @@ from engine.convert import BadValue, Piece, Scratch
 from engine.hf_tensors import Plan
 from engine.kdtr_stream import KdtrStream
 from engine.safetensors_reader import ITEM_BYTES, Checkpoint, CheckpointError
+from refs import kdtr
+
+READ_AHEAD = 3  # blocks; the disk goes on reading while a conversion waits for the disk to write
 
 
 class Progress:
@@ -43,24 +48,46 @@ class Progress:
             self.out.flush()
 
 
-def _blocks(
-    checkpoint: Checkpoint, pieces: Sequence[Piece], buffers: Sequence[memoryview], reader: ThreadPoolExecutor
-) -> Iterator[tuple[Piece, int, memoryview]]:
-    """Every block of ``pieces`` in order, read one ahead into two alternating buffers."""
-    steps = [(piece, row, rows) for piece in pieces for row, rows in piece.blocks()]
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """Some rows of a piece, on their way into tensor ``entry``."""
 
-    def load(i: int) -> memoryview:
-        piece, row, rows = steps[i]
-        view = buffers[i % 2][: rows * piece.in_bytes]
-        checkpoint.read(piece.source.path, piece.source.offset + row * piece.in_bytes, view)
+    entry: kdtr.Entry
+    piece: Piece
+    row: int
+    rows: int
+
+
+def _blocks(plan: Plan, entries: Sequence[kdtr.Entry]) -> Iterator[_Block]:
+    """All there is to read, in the order of the file to be written."""
+    for entry in entries:
+        for piece in plan.pieces.get(entry.name, ()):
+            for row, rows in piece.blocks():
+                yield _Block(entry, piece, row, rows)
+
+
+def _loaded(
+    checkpoint: Checkpoint, blocks: Iterator[_Block], size: int, reader: ThreadPoolExecutor
+) -> Iterator[tuple[_Block, memoryview]]:
+    """The bytes of every block, none longer than ``size``, read ahead; they stay valid until the next is asked for."""
+
+    def load(block: _Block, buffer: memoryview) -> memoryview:
+        source, width = block.piece.source, block.piece.in_bytes
+        view = buffer[: block.rows * width]
+        checkpoint.read(source.path, source.offset + block.row * width, view)
         return view
 
-    ahead = reader.submit(load, 0)
-    for i, (piece, row, _) in enumerate(steps):
-        view = ahead.result()
-        if i + 1 < len(steps):
-            ahead = reader.submit(load, i + 1)
-        yield piece, row, view
+    free = [memoryview(bytearray(size)) for _ in range(READ_AHEAD + 1)]
+    reading: deque[tuple[_Block, memoryview, Future[memoryview]]] = deque()
+    while True:
+        while free and (block := next(blocks, None)) is not None:
+            buffer = free.pop()
+            reading.append((block, buffer, reader.submit(load, block, buffer)))
+        if not reading:
+            return
+        block, buffer, view = reading.popleft()
+        yield block, view.result()
+        free.append(buffer)
 
 
 def _convert(piece: Piece, first_row: int, view: memoryview, scratch: Scratch) -> memoryview:
@@ -78,22 +105,26 @@ def write_model(
     checkpoint: Checkpoint, plan: Plan, stream: KdtrStream, literals: dict[str, bytes], progress: Progress
 ) -> None:
     """Fill and finish ``stream`` (entered). Raises `CheckpointError` for a value the model must not hold, `OSError`."""
-    pieces = [p for e in stream.pending() for p in plan.pieces.get(e.name, ())]
-    blocks = [(p, rows) for p in pieces for _, rows in p.blocks()]
-    most_in = max((p.in_bytes * rows for p, rows in blocks), default=0)
-    most_out = max((max(p.in_bytes * 2, p.out_bytes) * rows for p, rows in blocks), default=0)
-    buffers = [memoryview(bytearray(most_in)) for _ in range(2)]
+    pending = stream.pending()
+    most_in = most_out = 0
+    for block in _blocks(plan, pending):
+        piece = block.piece
+        most_in = max(most_in, block.rows * piece.in_bytes)
+        most_out = max(most_out, block.rows * max(2 * piece.in_bytes, piece.out_bytes))
     scratch = Scratch(most_out)
     progress.count = sum(e.size for e in stream.entries if e.name in stream.done)
     with ThreadPoolExecutor(1, "read") as reader:
-        for entry in stream.pending():
+        loaded = _loaded(checkpoint, _blocks(plan, pending), most_in, reader)
+        for entry in pending:
             stream.begin(entry)
             if entry.name in literals:
                 stream.write(memoryview(literals[entry.name]))
-            else:
-                for piece, row, view in _blocks(checkpoint, plan.pieces[entry.name], buffers, reader):
-                    data = _convert(piece, row, view, scratch)
-                    stream.write(data)
-                    progress.add(len(data), entry.name)
+            left = entry.size if entry.name not in literals else 0
+            while left:
+                block, view = next(loaded)
+                data = _convert(block.piece, block.row, view, scratch)
+                stream.write(data)
+                progress.add(len(data), entry.name)
+                left -= len(data)
             stream.end()
     stream.finish()

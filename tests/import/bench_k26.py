@@ -13,6 +13,7 @@ import argparse
 import json
 import mmap
 import os
+import resource
 import subprocess
 import sys
 import tempfile
@@ -171,6 +172,7 @@ def main() -> None:
         start = time.perf_counter()
         run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
         seconds = time.perf_counter() - start
+        used = resource.getrusage(resource.RUSAGE_CHILDREN)
         if run.returncode:
             sys.exit(run.stderr)
         report = json.loads(run.stdout)
@@ -181,6 +183,7 @@ def main() -> None:
     print(f"plain read, cold      {size / 1e6 / min(reads):8.0f} MB/s   (of two: {reads[0]:.1f} s, {reads[1]:.1f} s)")
     print(f"plain write, on disk  {out / 1e6 / wrote:8.0f} MB/s   ({out / 1e9:.2f} GB, {wrote:.1f} s)")
     print(f"import, source bytes  {size / 1e6 / seconds:8.0f} MB/s   ({seconds:.1f} s, everything on disk)")
+    print(f"processor time        {used.ru_utime + used.ru_stime:8.1f} s      (of the import)")
     print(f"import / read         {min(reads) / seconds:8.2f}")
     print(f"import / write        {wrote / seconds:8.2f}")
     largest = 4 * args.vocab * 7168
