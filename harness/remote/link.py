@@ -25,6 +25,7 @@ from harness.remote.ssh_auth import ConnectionFailed
 
 MODULES = ("wire", "tree", "store", "process", "queue_lock", "probe", "requests", "agent")
 """Of ``harness.remote.farside``, each after those it imports."""
+GRACE = 3.0  # seconds between SIGTERM and SIGKILL for what runs on a host that has lost us
 _LOADER = """
 import json, sys, types
 for name in ("harness", "harness.remote.farside"):
@@ -89,7 +90,7 @@ class Link:
             for work in (self._listen, self._beat):
                 threading.Thread(target=work, daemon=True).start()
             asked = time.time()
-            self.facts = self.ask("hello", silence=self.silence, workdir=host.workdir)
+            self.facts = self.ask("hello", silence=self.silence, grace=GRACE, workdir=host.workdir)
             self.skew = float(self.facts["time"]) - (asked + time.time()) / 2
             """Seconds by which the host's clock is ahead, give or take half a round trip."""
         except BaseException:

@@ -185,9 +185,10 @@ class Relay:
         passed = 0
         try:
             while data := source.recv(65536):
-                passed += len(data)
-                if from_server and self._freeze_after is not None and passed > self._freeze_after:
+                if from_server and self._freeze_after is not None and passed + len(data) > self._freeze_after:
+                    sink.sendall(data[: self._freeze_after - passed])
                     self.open.clear()
+                passed += len(data)
                 self.open.wait()
                 self.bytes += len(data)
                 sink.sendall(data)

@@ -21,7 +21,8 @@ from harness.remote.ssh import Options
 from harness.remote.ssh import connect as ssh_connect
 from harness.remote.ssh_auth import ConnectionFailed
 from harness.remote.ssh_route import RouteError, load_config, route
-from tests.remote.sshd import Relay, Sshd, keygen, public, ssh_config, user
+from tests.remote import sshd as sshd_module
+from tests.remote.sshd import Relay, Sshd, keygen, public, require_sshd, ssh_config, user
 from tests.remote.support import Open, Server
 
 
@@ -395,6 +396,17 @@ def test_the_auth_limit(host: Host, server: Server, monkeypatch: pytest.MonkeyPa
         assert timed(at, server.options, "auth: no answer within 1 s") < 4
     finally:
         relay.close()
+
+
+def test_a_machine_without_sshd_is_not_green_by_accident(monkeypatch: pytest.MonkeyPatch) -> None:
+    """These tests are skipped by name where nobody asked for them, and fail where CI did."""
+    monkeypatch.setattr(sshd_module, "SSHD", "")
+    monkeypatch.delenv("KDTREE_REQUIRE_SSHD", raising=False)
+    with pytest.raises(pytest.skip.Exception, match="sshd is not installed: apt-get install openssh-server"):
+        require_sshd()
+    monkeypatch.setenv("KDTREE_REQUIRE_SSHD", "1")
+    with pytest.raises(pytest.fail.Exception, match="sshd is not installed: apt-get install openssh-server"):
+        require_sshd()
 
 
 def test_every_error_about_keys_is_one_kind() -> None:

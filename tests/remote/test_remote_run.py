@@ -37,7 +37,8 @@ def session(connect: Open, repo: Path) -> Session:
 @pytest.fixture(autouse=True)
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     """Families here ignore SIGTERM; nobody has to wait the usual time for that."""
-    monkeypatch.setattr(remote_session, "GRACE", 1.5)
+    monkeypatch.setattr(remote_session, "GRACE", 0.7)
+    monkeypatch.setattr(link, "GRACE", 0.7)
 
 
 def test_output_and_status(session: Session, printed: Printed) -> None:
@@ -135,7 +136,7 @@ def test_the_time_limit_ends_everything(session: Session, marker: str) -> None:
     assert "time limit" in outcome.trouble
     assert outcome.left == 0
     assert alive(marker) == []
-    assert time.monotonic() - began < 1.5 + 1.5 + 5
+    assert time.monotonic() - began < 1.5 + 0.7 + 5
 
 
 def test_what_a_command_leaves_behind_is_ended_with_it(session: Session, marker: str) -> None:
@@ -214,7 +215,7 @@ from harness.remote.ssh import Options
 from harness.remote.sync import working_tree
 port, user, config, workdir, python, repo, *argv = sys.argv[1:]
 host = Host(name="loop", address="127.0.0.1", port=int(port), user=user, workdir=workdir, python=python,
-            lock=workdir + ".lock", limits=Limits(silence=4))
+            lock=workdir + ".lock", limits=Limits(silence=3))
 session = Session(host, Options(config=Path(config)), f"client-{os.getpid()}", lambda kind, data: None)
 session.sync(working_tree(Path(repo)))
 session.run(argv, limit=600)
@@ -241,7 +242,7 @@ def test_the_client_hangs(server: Server, host: Host, repo: Path, marker: str) -
     until(lambda: len(alive(marker)) >= 5, 15)
     process.send_signal(signal.SIGSTOP)
     try:
-        until(lambda: set(alive(marker)) == {process.pid}, 4 + 3 + 8)
+        until(lambda: set(alive(marker)) == {process.pid}, 3 + 3 + 8)
     finally:
         process.kill()
         process.wait()
@@ -363,7 +364,7 @@ def test_clock_skew(connect: Open, server: Server, tmp_path: Path, repo: Path) -
 
 
 def pythons() -> list[tuple[str, str]]:
-    """Every admitted Python on this machine, by version."""
+    """The admitted Pythons on this machine, by version: the oldest and the newest, in CI all of them."""
     found = {}
     names = [f"python3.{minor}" for minor in range(10, 15)]
     paths = [path for name in names if (path := shutil.which(name))]
@@ -372,11 +373,12 @@ def pythons() -> list[tuple[str, str]]:
         version = asked.stdout.decode().strip()
         if asked.returncode == 0 and tuple(map(int, version.split("."))) >= (3, 10):
             found.setdefault(version, path)
-    return sorted(found.items())
+    versions = sorted(found.items(), key=lambda pair: tuple(map(int, pair[0].split("."))))
+    return versions if IN_CI else [versions[0], versions[-1]]
 
 
 @pytest.mark.parametrize(("version", "python"), pythons())
-def test_the_far_side_under_every_python_here(
+def test_the_far_side_under_other_pythons(
     connect: Open, server: Server, tmp_path: Path, repo: Path, printed: Printed, marker: str, version: str, python: str
 ) -> None:
     session = connect(server.host(tmp_path, python=python))

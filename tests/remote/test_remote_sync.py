@@ -88,12 +88,15 @@ def test_a_deleted_file_that_git_still_tracks_is_not_missed(connect: Open, repo:
     assert b"a.txt" not in arrived(session.directory)
 
 
-@pytest.mark.parametrize("mode", [0o400, 0o600, 0o640, 0o644, 0o700, 0o755, 0o777])
-def test_modes_are_kept(connect: Open, repo: Path, mode: int) -> None:
-    (repo / "a.txt").chmod(mode)
+def test_modes_are_kept(connect: Open, repo: Path) -> None:
+    modes = [0o400, 0o600, 0o640, 0o644, 0o700, 0o755, 0o777]
+    for mode in modes:
+        write(repo, {f"mode-{mode:o}": "the same content"})
+        (repo / f"mode-{mode:o}").chmod(mode)
     session = connect()
     session.sync(working_tree(repo))
-    assert arrived(session.directory)[b"a.txt"][1] == mode
+    there = arrived(session.directory)
+    assert [there[f"mode-{mode:o}".encode()][1] for mode in modes] == modes
 
 
 def test_names_may_hold_anything(connect: Open, repo: Path) -> None:
@@ -117,7 +120,7 @@ def test_names_may_hold_anything(connect: Open, repo: Path) -> None:
     assert len(arrived(session.directory)) >= len(names) + 2
 
 
-@pytest.mark.parametrize("locale", ["C", "POSIX", "C.UTF-8"])
+@pytest.mark.parametrize("locale", ["C", "C.UTF-8"])
 def test_the_far_locale_does_not_matter(connect: Open, repo: Path, server: Server, tmp_path: Path, locale: str) -> None:
     wrapper = tmp_path / "python"
     python = server.host(tmp_path).python
@@ -264,7 +267,7 @@ def big(root: Path, size: int, count: int, *, seed: int = 1) -> None:
 
 def test_bytes_on_the_wire(connect: Open, repo: Path, server: Server, tmp_path: Path) -> None:
     """Counted by a relay between client and server, SSH's own handshake included."""
-    big(repo, 12 << 20, 2000)
+    big(repo, 8 << 20, 1500)
     counts = []
     for change in (None, None, b"x" * 1024):
         if change:
@@ -279,7 +282,7 @@ def test_bytes_on_the_wire(connect: Open, repo: Path, server: Server, tmp_path: 
     print(
         f"on the wire: first {counts[0][0]}, unchanged {counts[1][0]}, one changed file of 1 KiB {counts[2][0]} bytes"
     )
-    assert counts[0][0] > 12 << 20
+    assert counts[0][0] > 8 << 20
     assert counts[1][2] == 0
     assert counts[1][0] <= 64 << 10
     assert counts[2][2] == 1
@@ -402,12 +405,11 @@ def test_disk_full(connect: Open, repo: Path, server: Server, tmp_path: Path, ho
 def test_a_hostile_manifest_stays_in_its_tree(connect: Open, tmp_path: Path) -> None:
     data = b"x"
     digest = hashlib.sha256(data).hexdigest()
+    session = connect()
     for path in (b"../../evil", b"/tmp/evil", b"a/../../evil", b".git/hooks/x", b"a//b", b""):
         tree = sync.Snapshot(tmp_path, (sync.File(path, 0o644, digest, 1, data),), ())
-        session = connect()
         with pytest.raises(FarError, match="no path inside a tree"):
             session.sync(tree)
-        session.close()
 
 
 def test_pieces_of_a_manifest_change_one_by_one(repo: Path) -> None:

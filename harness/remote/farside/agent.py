@@ -24,7 +24,6 @@ from harness.remote.farside.requests import HANDLERS, RequestError
 from harness.remote.farside.tree import StoreError, explain
 from harness.remote.farside.wire import BEAT, DATA, GREETING, MESSAGE, Wire, WireError, parse
 
-GRACE = 3.0  # seconds between SIGTERM and SIGKILL when the client is gone: nobody is left to wait for
 HELLO = 60.0  # seconds without a word until the client has said which silence it grants
 
 
@@ -39,6 +38,8 @@ class Agent:
         self.wire = Wire(source.read, write)
         self.silence, self.pace = HELLO, 0.5
         """Seconds: how long the client may be silent, and between our own signs of life."""
+        self.grace = 3.0
+        """Seconds between SIGTERM and SIGKILL when the client is gone."""
         self.inbox: queue.Queue[tuple[bytes, Any]] = queue.Queue(maxsize=16)  # frames of 256 KiB: 4 MiB at most
         self.held: dict[str, Any] = {}
         """Locks and settings that requests leave for later ones."""
@@ -80,7 +81,7 @@ class Agent:
         """Take everything down with this process. Called from any thread; only the first call acts."""
         if self._ending.acquire(blocking=False):
             try:
-                end_descendants(os.getpid(), GRACE)
+                end_descendants(os.getpid(), self.grace)
             finally:
                 os._exit(3)  # the keeper ends what is left
 

@@ -41,6 +41,7 @@ def hello(agent: Agent, message: dict[str, Any]) -> dict[str, Any]:
     """Agree on the silence that is granted, and say where this is."""
     agent.silence = float(message["silence"])
     agent.pace = min(5.0, agent.silence / 4)
+    agent.grace = float(message["grace"])
     agent.held["store"] = store = Store(message["workdir"])
     return {
         "python": platform.python_version(),
