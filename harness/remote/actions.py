@@ -53,12 +53,14 @@ def _order(options: argparse.Namespace, hosts: Sequence[Host], line: str, rest: 
         without = [host.name for host in hosts if not able(host, point)]
         if without and (options.each or len(without) == len(hosts)):
             raise HostsError(f"{point.id}: {', '.join(without)} cannot run it (gpus in hosts.yaml); name a --device")
-    run_dir = (options.run_dir or ROOT / "reports" / ledgers.new_run_id()).absolute()
+    run_id = ledgers.new_run_id()
+    run_dir = (options.run_dir or ROOT / "reports" / run_id).absolute()
     if (run_dir / ledgers.LEDGER_FILE).exists():
         raise HostsError(f"--run-dir {run_dir} holds the ledger of an earlier run; name another folder")
     return Order(
         root=ROOT,
         run_dir=run_dir,
+        id=run_id,
         command=line,
         points=tuple(points),
         filter=options.k,

@@ -20,6 +20,8 @@ class Order:
     root: Path
     """The working tree."""
     run_dir: Path
+    id: str
+    """Of the run's directories on the hosts; no two runs share one."""
     command: str
     """The line that was typed."""
     points: tuple[Point, ...]

@@ -83,7 +83,7 @@ class HostRun:
         self.folder.mkdir(parents=True, exist_ok=True)
         output = self.console.sink(self.host.name, self.folder / "output.log")
         self._say(f"connecting to {self.host.address}")
-        session = self.session = Session(self.host, self.order.options, self.order.run_dir.name, output, self._stop)
+        session = self.session = Session(self.host, self.order.options, self.order.id, output, self._stop)
         facts = session.facts
         self._say(f"{facts['user']}@{facts['node']}: Python {facts['python']}, {facts['system']} {facts['machine']}")
         if abs(session.link.skew) > SKEW:
@@ -176,7 +176,8 @@ class HostRun:
 
     def _salvage(self, folder: Path, cells: Sequence[str]) -> Ledger:
         """A ledger of what had been recorded when the command was ended."""
-        return ledgers.complete(blank(self.order, [self.host.name], folder.name, cells), ledgers.collect(folder))
+        unknown = [] if self.shards else [self.host.name]  # an earlier batch has told more of the host's environment
+        return ledgers.complete(blank(self.order, unknown, folder.name, cells), ledgers.collect(folder))
 
 
 def _why_unusable(outcome: Outcome, shard: Ledger) -> str:
@@ -218,10 +219,18 @@ def assemble(order: Order, started: str, runs: Sequence[HostRun]) -> Ledger:
     rest = blank(order, names, order.run_dir.name, order.expected)
     if shards:
         rest = replace(rest, sources=shards[0].sources)  # those that were judged; the tree here may have moved on
-    merged = ledgers.merge(
-        [*shards, rest], run_id=order.run_dir.name, expected=order.expected, command=order.command, per_host=order.each
-    )
     troubles = [f"{run.host.name}: {run.trouble}" for run in runs if run.trouble]
+    try:
+        merged = ledgers.merge(
+            [rest, *shards],
+            run_id=order.run_dir.name,
+            expected=order.expected,
+            command=order.command,
+            per_host=order.each,
+        )
+    except LedgerError as error:
+        merged = rest
+        troubles.append(f"what came back does not fit together: {error}")
     incomplete = order.each or any(cell.verdict is Verdict.NOT_RUN for cell in merged.cells)
     notes = [note for run in runs for note in run.notes]
     if not incomplete:

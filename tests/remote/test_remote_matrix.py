@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,15 +17,19 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
 
 from harness import ledger as ledgers
-from harness.cells import Cell, Verdict
+from harness.cells import Cell, Verdict, exit_status
+from harness.matrix import expected, select
 from harness.remote import command
-from harness.sources import ROOT
+from harness.remote.order import Order
+from harness.remote.run import assemble, blank
+from harness.sources import ROOT, describe
 from tests.remote.boxes import Box, Loopback, NoNamespaces, boxes
 from tests.remote.sshd import Sshd, alive, public
 from tests.remote.support import ENVIRONMENT, FILTER, Remote, Server, matrix, until_it_says
@@ -68,6 +73,7 @@ def test_each_host_runs_every_cell_and_failures_come_back(remote: Remote) -> Non
     assert [(cell.id, cell.host) for cell in ledger.cells] == [("fp32-ar-prompt1-cpu", name) for name in names]
     assert {cell.verdict for cell in ledger.cells} == {Verdict.FAIL_TOKENS}
     assert ledger.problems == ()
+    assert all("torch" in ledger.environments[name] for name in names)
     answer = json.loads(result.out)
     assert (answer["status"], answer["ledger"]) == (1, str(result.run_dir / "ledger.json"))
     assert answer["hosts"] == {name: {"cells": 1, "trouble": ""} for name in names}
@@ -311,6 +317,30 @@ def test_a_reader_that_leaves_changes_no_status(remote: Remote) -> None:
     process.stdout.close()
     assert process.wait(120) == 3
     assert ledgers.read(run_dir).problems == ("box: prepare: ended with status 4",)
+
+
+def test_ledgers_that_do_not_fit_together_are_infrastructure(tmp_path: Path) -> None:
+    """Two hosts that judged different sources, which a tree that is written to on a host would cause."""
+    points = tuple(select(expected(["cpu"]), "fp32-ar-prompt1-cpu or fp32-ar-block1-cpu"))
+    order = Order(ROOT, tmp_path / "run", "id", "kdtree remote one two", points)
+    runs = []
+    for name, point in zip(("one", "two"), points, strict=True):
+        shard = replace(blank(order, [name], f"shard-{name}", [point.id]), sources=replace(describe(), engine=name))
+        runs.append(SimpleNamespace(host=SimpleNamespace(name=name), shards=[shard], trouble="", notes=[]))
+    ledger = assemble(order, ledgers.timestamp(), runs)  # type: ignore[arg-type]
+    assert ledgers.read(ledgers.write(ledger, order.run_dir)).problems == ledger.problems
+    assert "does not fit together" in ledger.problems[0]
+    assert "sources" in ledger.problems[0]
+    assert exit_status(ledger) == 3
+
+
+def test_a_folder_of_results_may_have_the_name_of_an_earlier_one(remote: Remote) -> None:
+    box = remote.host("box", prepare=["exit 4"])
+    for _ in range(2):
+        remote.runs = 0
+        shutil.rmtree(remote.folder / "reports", ignore_errors=True)
+        assert remote(box, *matrix()).ledger.problems == ("box: prepare: ended with status 4",)
+    assert len(list((remote.folder / "box" / "runs").iterdir())) == 2
 
 
 def test_the_help_names_every_exit_status() -> None:
