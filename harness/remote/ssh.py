@@ -179,10 +179,10 @@ def _handshake(transport: paramiko.Transport, hop: Hop, host: Host | None, limit
         key=lambda t: (t.replace("rsa-sha2-512", "ssh-rsa").replace("rsa-sha2-256", "ssh-rsa")) not in types,
     )
     security.ciphers = sorted(security.ciphers, key=lambda c: c not in _FAST_CIPHERS)
-    # Two limits that paramiko does not tell apart when they are over are kept here; its own come later.
+    # paramiko does not tell which limit is over, and takes a late answer for a refusal; its own come after ours.
     transport.banner_timeout = limits.banner + 5
     transport.handshake_timeout = limits.connect + 5
-    transport.auth_timeout = limits.auth
+    transport.auth_timeout = limits.auth + 5
     done = threading.Event()
     transport.start_client(event=done)
     if not _until(lambda: done.is_set() or transport.remote_version, limits.banner):

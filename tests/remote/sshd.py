@@ -87,7 +87,7 @@ class Sshd:
             f"PidFile {self.folder / 'pid'}",
             f"Subsystem sftp {SFTP}",
             "MaxStartups 100",
-            "PermitUserEnvironment no",
+            f"SetEnv HOME={self.folder}",  # no login files: a .bashrc costs time, and may print
             *self._options,
         ]
         self.config.write_text("\n".join(lines) + "\n")

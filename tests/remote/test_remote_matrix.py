@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
@@ -32,7 +31,7 @@ from harness.remote.run import assemble, blank
 from harness.sources import ROOT, describe
 from tests.remote.boxes import Box, Loopback, NoNamespaces, boxes
 from tests.remote.sshd import Sshd, alive, public
-from tests.remote.support import ENVIRONMENT, FILTER, Remote, Server, matrix, until_it_says
+from tests.remote.support import ENVIRONMENT, FILTER, Remote, Server, in_ci, matrix, until_it_says
 
 
 def same(cell: Cell) -> Cell:
@@ -62,6 +61,8 @@ def test_a_remote_ledger_equals_a_local_one(remote: Remote) -> None:
     (log,) = result.run_dir.glob("hosts/box/output.log")
     assert "tests/test_matrix.py" in log.read_text()
     assert len(list(result.run_dir.glob("hosts/box/*/junit.xml"))) == 1
+    (far,) = (remote.folder / "box" / "runs").iterdir()
+    assert not far.name.startswith(result.run_dir.name)  # two users may give their folders one name
 
 
 def test_each_host_runs_every_cell_and_failures_come_back(remote: Remote) -> None:
@@ -98,7 +99,7 @@ def test_hosts_share_the_cells_and_one_is_lost(remote: Remote, three: Sequence[B
     """The third's link is cut while it is being prepared: all cells run on the other two, and the ledger says why."""
     names = []
     for number, box in enumerate(three):
-        fields = {"address": box.address, "port": box.port, "host_key": box.key, "limits": {"silence": 4}}
+        fields = {"address": box.address, "port": box.port, "host_key": box.key, "limits": {"silence": 3}}
         more = {"prepare": ["sleep 3600"]} if number == 2 else {}
         names.append(remote.host(f"host{number}", **fields, **more))
     process, run_dir = remote.start(*names, *matrix())
@@ -136,12 +137,16 @@ def test_a_lost_status_is_infrastructure(remote: Remote, second: Sshd) -> None:
     assert ledger.problems[0].startswith("doomed: the connection")
 
 
+@in_ci
 def test_the_time_limit_keeps_what_was_recorded(remote: Remote) -> None:
     """AR passes, DDTree hangs: the limit ends it, the finished cells count, the run is infrastructure."""
-    limits = {"silence": 15, "command": 8}
-    result = remote(remote.host("box", limits=limits), *matrix(k="fp32 and prompt1", engine="wrong:hang"))
-    assert result.status == 3, result.out + result.err
-    verdicts = {cell.id: cell.verdict for cell in result.ledger.cells}
+    for seconds in (4, 20):  # the longer one for a machine too busy to run the AR cell in the shorter
+        box = remote.host("box", limits={"silence": 15, "command": seconds})
+        result = remote(box, *matrix(k="fp32 and prompt1", engine="wrong:hang"))
+        assert result.status == 3, result.out + result.err
+        verdicts = {cell.id: cell.verdict for cell in result.ledger.cells}
+        if verdicts["fp32-ar-prompt1-cpu"] is Verdict.PASS:
+            break
     assert verdicts.pop("fp32-ar-prompt1-cpu") is Verdict.PASS
     assert set(verdicts.values()) == {Verdict.NOT_RUN}
     assert "time limit" in result.ledger.problems[0]
@@ -221,6 +226,7 @@ def test_doctor_says_what_is_missing_and_changes_nothing(remote: Remote, tmp_pat
     assert {"connection", "clock", "workdir", "numpy", "C++ compiler"} <= {entry["name"] for entry in report["good"]}
 
 
+@in_ci
 def test_doctor_reports_gpus_against_hosts_yaml(remote: Remote, tmp_path: Path) -> None:
     """With a stand-in for nvidia-smi, whose output is that of a real one."""
     tools = tmp_path / "bin"
@@ -274,6 +280,7 @@ def wheel(folder: Path, name: str, code: str) -> None:
         file.writestr(f"{info}/RECORD", f"{name}.py,,\n{info}/METADATA,,\n{info}/WHEEL,,\n{info}/RECORD,,\n")
 
 
+@in_ci
 def test_wheels_are_part_of_the_runs_environment(remote: Remote, tmp_path: Path) -> None:
     folder = tmp_path / "wheels"
     folder.mkdir()
@@ -294,6 +301,7 @@ def test_wheels_are_part_of_the_runs_environment(remote: Remote, tmp_path: Path)
     assert "box | the wheel was here" in result.out
 
 
+@in_ci
 def test_two_users_of_one_box_queue(remote: Remote, tmp_path: Path) -> None:
     go = tmp_path / "go"
     wait = f"until [ -e {shlex.quote(str(go))} ]; do sleep 0.1; done"
@@ -332,15 +340,6 @@ def test_ledgers_that_do_not_fit_together_are_infrastructure(tmp_path: Path) -> 
     assert "does not fit together" in ledger.problems[0]
     assert "sources" in ledger.problems[0]
     assert exit_status(ledger) == 3
-
-
-def test_a_folder_of_results_may_have_the_name_of_an_earlier_one(remote: Remote) -> None:
-    box = remote.host("box", prepare=["exit 4"])
-    for _ in range(2):
-        remote.runs = 0
-        shutil.rmtree(remote.folder / "reports", ignore_errors=True)
-        assert remote(box, *matrix()).ledger.problems == ("box: prepare: ended with status 4",)
-    assert len(list((remote.folder / "box" / "runs").iterdir())) == 2
 
 
 def test_the_help_names_every_exit_status() -> None:

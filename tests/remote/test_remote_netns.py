@@ -20,7 +20,7 @@ from harness.remote.ssh_auth import ConnectionFailed
 from harness.remote.sync import working_tree
 from tests.remote.boxes import Box, NoNamespaces, boxes
 from tests.remote.sshd import alive
-from tests.remote.support import Open, Server, until
+from tests.remote.support import Open, Server, in_ci, until
 
 
 @pytest.fixture
@@ -60,6 +60,7 @@ def test_a_dropped_link(box: Box, server: Server, connect: Open, tmp_path: Path,
     until(lambda: not alive(marker), 15)  # the far side, too, has noticed, on its own
 
 
+@in_ci
 def test_a_link_that_is_cut_while_we_send(box: Box, server: Server, connect: Open, tmp_path: Path, repo: Path) -> None:
     """The kernel's buffer is full then, and whoever writes waits in it."""
     (repo / "big").write_bytes(os.urandom(32 << 20))

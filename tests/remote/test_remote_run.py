@@ -22,9 +22,7 @@ from harness.remote.link import FarError, LinkLost
 from harness.remote.session import Session, Stopped
 from harness.remote.sync import working_tree
 from tests.remote.sshd import Relay, alive, public
-from tests.remote.support import QUICK, Open, Printed, Server, until
-
-IN_CI = os.environ.get("KDTREE_REQUIRE_SSHD") == "1"
+from tests.remote.support import QUICK, Open, Printed, Server, in_ci, until
 
 
 @pytest.fixture
@@ -83,9 +81,9 @@ def test_lines_come_while_the_command_runs(connect: Open, repo: Path) -> None:
     seen: list[tuple[bytes, float]] = []
     session = connect(output=lambda kind, data: seen.append((data, time.monotonic())))
     session.sync(working_tree(repo))
-    session.run(["sh", "-c", "echo first; sleep 1; echo second"], limit=20)
+    session.run(["sh", "-c", "echo first; sleep 0.5; echo second"], limit=20)
     times = {data: at for data, at in seen if data}
-    assert times[b"second\n"] - times[b"first\n"] > 0.7
+    assert times[b"second\n"] - times[b"first\n"] > 0.3
 
 
 def test_much_on_both_streams(session: Session, printed: Printed) -> None:
@@ -210,9 +208,11 @@ CLIENT = """
 import os, sys
 from pathlib import Path
 from harness.remote.hosts import Host, Limits
+from harness.remote import link
 from harness.remote.session import Session
 from harness.remote.ssh import Options
 from harness.remote.sync import working_tree
+link.GRACE = 0.7
 port, user, config, workdir, python, repo, *argv = sys.argv[1:]
 host = Host(name="loop", address="127.0.0.1", port=int(port), user=user, workdir=workdir, python=python,
             lock=workdir + ".lock", limits=Limits(silence=3))
@@ -236,6 +236,7 @@ def test_the_client_is_killed(server: Server, host: Host, repo: Path, marker: st
     print(f"no remote process is alive {seconds:.1f} s after the client's SIGKILL")
 
 
+@in_ci
 def test_the_client_hangs(server: Server, host: Host, repo: Path, marker: str) -> None:
     """Stopped, not dead: its kernel keeps the connection open, only the heartbeat is missing."""
     process = client(server, host, repo, family(marker))
@@ -269,11 +270,11 @@ def silent_link(server: Server, connect: Open, tmp_path: Path, repo: Path, limit
 
 
 def test_a_silent_link_is_noticed(server: Server, connect: Open, tmp_path: Path, repo: Path, marker: str) -> None:
-    seconds = silent_link(server, connect, tmp_path, repo, Limits(silence=3), marker)
-    assert 2 < seconds < 6
+    seconds = silent_link(server, connect, tmp_path, repo, Limits(silence=2), marker)
+    assert 1.5 < seconds < 5
 
 
-@pytest.mark.skipif(not IN_CI, reason="takes half a minute; KDTREE_REQUIRE_SSHD=1 (as in CI) runs it")
+@in_ci
 def test_a_silent_link_is_noticed_within_30_s_by_default(
     server: Server, connect: Open, tmp_path: Path, repo: Path, marker: str
 ) -> None:
@@ -285,7 +286,7 @@ def test_a_silent_link_is_noticed_within_30_s_by_default(
 def test_a_link_that_falls_silent_while_we_send(server: Server, connect: Open, tmp_path: Path, repo: Path) -> None:
     (repo / "big").write_bytes(os.urandom(32 << 20))
     relay = Relay(server.sshd.port)
-    host = server.host(tmp_path, port=relay.port, limits=Limits(silence=3), host_key=public(server.sshd.keys[0]))
+    host = server.host(tmp_path, port=relay.port, limits=Limits(silence=2), host_key=public(server.sshd.keys[0]))
     session = connect(host)
     frozen: list[float] = []
 
@@ -301,9 +302,9 @@ def test_a_link_that_falls_silent_while_we_send(server: Server, connect: Open, t
 
 
 def test_a_long_quiet_command_is_not_a_silent_link(server: Server, connect: Open, tmp_path: Path, repo: Path) -> None:
-    session = connect(server.host(tmp_path, limits=Limits(silence=3)))
+    session = connect(server.host(tmp_path, limits=Limits(silence=2)))
     session.sync(working_tree(repo))
-    assert session.run(["sleep", "5"], limit=20).status == 0
+    assert session.run(["sleep", "3.5"], limit=20).status == 0
 
 
 def test_two_clients_queue_and_are_told_who_holds_the_box(connect: Open, repo: Path, host: Host) -> None:
@@ -358,13 +359,12 @@ def test_clock_skew(connect: Open, server: Server, tmp_path: Path, repo: Path) -
     other = connect(server.host(tmp_path, limits=Limits(queue=0.5, silence=8)))
     assert not other.lock("y", told.append)
     assert "for 0 min" in told[0]  # not half a million: and never less than nothing
-    assert session.run(["sleep", "1"], limit=3).status == 0
     assert session.run(["sleep", "9"], limit=1).reason == "limit"
     assert session.prune()["runs"] == 0
 
 
 def pythons() -> list[tuple[str, str]]:
-    """The admitted Pythons on this machine, by version: the oldest and the newest, in CI all of them."""
+    """Every admitted Python on this machine, by version."""
     found = {}
     names = [f"python3.{minor}" for minor in range(10, 15)]
     paths = [path for name in names if (path := shutil.which(name))]
@@ -373,10 +373,10 @@ def pythons() -> list[tuple[str, str]]:
         version = asked.stdout.decode().strip()
         if asked.returncode == 0 and tuple(map(int, version.split("."))) >= (3, 10):
             found.setdefault(version, path)
-    versions = sorted(found.items(), key=lambda pair: tuple(map(int, pair[0].split("."))))
-    return versions if IN_CI else [versions[0], versions[-1]]
+    return sorted(found.items(), key=lambda pair: tuple(map(int, pair[0].split("."))))
 
 
+@in_ci
 @pytest.mark.parametrize(("version", "python"), pythons())
 def test_the_far_side_under_other_pythons(
     connect: Open, server: Server, tmp_path: Path, repo: Path, printed: Printed, marker: str, version: str, python: str
