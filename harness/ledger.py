@@ -98,7 +98,8 @@ def summary(ledger: Ledger) -> list[str]:
     lines = [f"problem: {problem}" for problem in ledger.problems]
     counts: Counter[Verdict] = Counter(cell.verdict for cell in ledger.cells if cell.verdict is not Verdict.PASS)
     rest = "".join(f", {counts[verdict]} {verdict.value}" for verdict in Verdict if counts[verdict])
-    chosen = f" (filter: {ledger.filter})" if ledger.filter else ""
+    wanted = ledger.filter if len(ledger.filter) <= 120 else f"{ledger.filter[:110]} ..."  # ids given one by one
+    chosen = f" (filter: {wanted})" if wanted else ""
     lines.append(f"{ledger.passed} of {ledger.wanted} expected cells passed{rest}{chosen}")
     passing = [cell for cell in ledger.cells if cell.verdict is Verdict.PASS]
     if passing:

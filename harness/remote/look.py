@@ -141,9 +141,9 @@ def dry_run(host: Host, order: Order, tree: Snapshot) -> Iterator[str]:
         yield from (f"prepare: {command}" for command in host.prepare)
         yield from (f"{name}: {shlex.join(argv)}" for name, argv in step_lines(host, order))
         cells = [point.id for point in order.points if able(host, point)]
-        line = batch_line(host, order, cells[:1], "RUN")
-        more = " ..." if cells[1:] else ""
-        yield f"matrix, {len(cells)} cells{'' if order.each else ' at most'}: {shlex.join(line)}{more}"
+        line = shlex.join(batch_line(host, order, cells, "RUN"))
+        line = line if len(line) <= 400 else f"{line[:390]} ..."
+        yield f"matrix, {len(cells)} cells{'' if order.each else ' at most'}: {line}"
     finally:
         session.close()
 
