@@ -26,6 +26,7 @@ template <> struct ScalarOf<float> { static constexpr ScalarType value = ScalarT
 template <> struct ScalarOf<double> { static constexpr ScalarType value = ScalarType::Double; };
 template <> struct ScalarOf<int32_t> { static constexpr ScalarType value = ScalarType::Int; };
 template <> struct ScalarOf<uint8_t> { static constexpr ScalarType value = ScalarType::Byte; };
+template <> struct ScalarOf<uint16_t> { static constexpr ScalarType value = ScalarType::UInt16; };
 
 inline void need(bool good, const char* what, const char* reason) {
   if (!good) throw Error("RequestError", std::string("argument ") + what + " " + reason);

@@ -32,8 +32,31 @@ Rows rows_of(const std::vector<Tensor>& r) {
           sized<int32_t>(r[3], m * r[3].size(1), "path"), dim(r[3], 1), static_cast<int>(m)};
 }
 
-// f32 [e,] n, k; or, with a scale that is not empty (the bytes of bf16 numbers, u8 [e,] n, 2*groups), nibbles u8 [e,] n, 16*groups.
+bool is_bf16(const Tensor& t) { return t.scalar_type() == ScalarType::UInt16; }
+
+Numerics numerics_of(bool bf16) { return bf16 ? Numerics::kBf16 : Numerics::kF32; }
+
+// What only products read: n elements of f32, or the bits of bf16 numbers as u16.
+void* activation(const Tensor& t, int64_t n, Numerics numerics, const char* what) {
+  return numerics == Numerics::kBf16 ? static_cast<void*>(sized<uint16_t>(t, n, what)) : sized<float>(t, n, what);
+}
+
+// A matrix, or a stack of them, of f32, or of bf16 as u16.
+Weight weight_of(const Tensor& w, int64_t k) {
+  const bool batch = w.dim() == 3;
+  need(batch || w.dim() == 2, "weight", "is not a matrix or a stack of them");
+  Weight out;
+  out.e = batch ? dim(w, 0) : 1;
+  out.n = dim(w, batch ? 1 : 0);
+  out.k = static_cast<int>(k);
+  out.kind = is_bf16(w) ? WeightKind::kBf16 : WeightKind::kF32;
+  out.data = activation(w, static_cast<int64_t>(out.e) * out.n * k, numerics_of(is_bf16(w)), "weight");
+  return out;
+}
+
+// The same; or, with a scale that is not empty (the bytes of bf16 numbers, u8 [e,] n, 2*groups), nibbles u8 [e,] n, 16*groups.
 Weight weight_of(const Tensor& w, const Tensor& scale, int64_t k) {
+  if (scale.numel() == 0) return weight_of(w, k);
   const bool batch = w.dim() == 3;
   need(batch || w.dim() == 2, "weight", "is not a matrix or a stack of them");
   Weight out;
@@ -41,10 +64,6 @@ Weight weight_of(const Tensor& w, const Tensor& scale, int64_t k) {
   out.n = dim(w, batch ? 1 : 0);
   out.k = static_cast<int>(k);
   const int64_t outputs = static_cast<int64_t>(out.e) * out.n, groups = (k + 31) / 32;
-  if (scale.numel() == 0) {
-    out.data = sized<float>(w, outputs * k, "weight");
-    return out;
-  }
   out.kind = WeightKind::kInt4;
   out.data = sized<uint8_t>(w, outputs * groups * 16, "weight");
   out.scale = reinterpret_cast<const uint16_t*>(sized<uint8_t>(scale, outputs * groups * 2, "scale"));
@@ -78,7 +97,7 @@ std::string backend_counters(int64_t handle) {
 void embed(int64_t handle, Tensor out, Tensor table, std::vector<Tensor> rows, Tensor state) {
   Backend& b = backend(handle);
   const Rows r = rows_of(rows);
-  b.embed({sized<float>(out, static_cast<int64_t>(r.max_rows) * dim(table, 1), "out"), data<float>(table, "table"), dim(table, 1), r,
+  b.embed({sized<float>(out, static_cast<int64_t>(r.max_rows) * dim(table, 1), "out"), weight_of(table, dim(table, 1)), r,
            &step_state(state)->n_rows});
   wait(b, state);
 }
@@ -92,7 +111,7 @@ void rms_norm(int64_t handle, Tensor out, Tensor x, Tensor w, double eps, Tensor
 
 // norm_w, scales: empty for none. epilogue: 0 store, 1 residual, 2 silu(first) * second.
 void linear(int64_t handle, Tensor x, Tensor norm_w, double eps, std::vector<Tensor> weights, std::vector<Tensor> scales,
-            std::vector<Tensor> outs, int64_t epilogue, Tensor state) {
+            std::vector<Tensor> outs, int64_t epilogue, Tensor state, bool bf16) {
   Backend& b = backend(handle);
   need(!weights.empty() && weights.size() <= 2 && scales.size() == weights.size(), "weights", "are not one or two with a scale each");
   need(epilogue >= 0 && epilogue <= 2, "epilogue", "is not 0, 1 or 2");
@@ -100,16 +119,18 @@ void linear(int64_t handle, Tensor x, Tensor norm_w, double eps, std::vector<Ten
   need(outs.size() == (gated ? 1 : weights.size()), "outs", "does not fit the weights");
   const int m = dim(x, 0), k = dim(x, 1);
   LinearArgs a{};
-  a.x = data<float>(x, "x");
+  a.numerics = numerics_of(bf16);
+  const bool normed = norm_w.numel() > 0;
+  a.x = activation(x, x.numel(), normed ? Numerics::kF32 : a.numerics, "x");
   a.ldx = k;
-  a.norm_w = norm_w.numel() == 0 ? nullptr : sized<float>(norm_w, k, "norm_w");
+  a.norm_w = normed ? sized<float>(norm_w, k, "norm_w") : nullptr;
   a.eps = static_cast<float>(eps);
   a.parts = static_cast<int>(weights.size());
   int n = 0;
   for (int i = 0; i < a.parts; ++i) {
     a.w[i] = weight_of(weights[i], scales[i], k);
     n += a.w[i].n;
-    a.out[i] = sized<float>(outs[gated ? 0 : i], static_cast<int64_t>(m) * a.w[i].n, "out");
+    a.out[i] = activation(outs[gated ? 0 : i], static_cast<int64_t>(m) * a.w[i].n, gated ? a.numerics : Numerics::kF32, "out");
     a.ldo[i] = a.w[i].n;
   }
   a.epilogue = static_cast<Epilogue>(epilogue);
@@ -127,43 +148,53 @@ MlaDims dims_of(const std::vector<int64_t>& d) {
   return {at(0), at(1), at(2), at(3), at(4)};
 }
 
-MlaCache cache_of(const Tensor& latent, const Tensor& k_rope) {
-  return {data<float>(latent, "latent"), data<float>(k_rope, "k_rope"), dim(latent, 0)};
+// What only products read decides for the whole of an MLA operation: f32, or bf16 as u16.
+MlaDims dims_of(const std::vector<int64_t>& d, const Tensor& read) {
+  MlaDims dims = dims_of(d);
+  dims.numerics = numerics_of(is_bf16(read));
+  return dims;
+}
+
+MlaCache cache_of(const Tensor& latent, const Tensor& k_rope, Numerics numerics) {
+  return {activation(latent, latent.numel(), numerics, "latent"), activation(k_rope, k_rope.numel(), numerics, "k_rope"),
+          dim(latent, 0)};
 }
 
 void mla_prepare(int64_t handle, std::vector<int64_t> dims, Tensor q, Tensor kv, Tensor norm_w, double eps, Tensor kv_b, Tensor cos_sin,
                  Tensor q_lat, Tensor q_rope, Tensor latent, Tensor k_rope, std::vector<Tensor> rows, Tensor state) {
   Backend& b = backend(handle);
-  const MlaDims d = dims_of(dims);
+  const MlaDims d = dims_of(dims, q_lat);
   const Rows r = rows_of(rows);
   const int64_t m = r.max_rows, h = d.heads;
+  need(kv_b.numel() == h * (d.nope + d.v) * d.rank, "kv_b", "has the wrong size");
   b.mla_prepare({d, sized<float>(q, m * h * (d.nope + d.rope), "q"), sized<float>(kv, m * (d.rank + d.rope), "kv"),
                  sized<float>(norm_w, d.rank, "norm_w"), static_cast<float>(eps),
-                 sized<float>(kv_b, h * (d.nope + d.v) * d.rank, "kv_b"), data<float>(cos_sin, "cos_sin"),
-                 sized<float>(q_lat, m * h * d.rank, "q_lat"), sized<float>(q_rope, m * h * d.rope, "q_rope"),
-                 cache_of(latent, k_rope), r, step_state(state)});
+                 weight_of(kv_b, d.rank), data<float>(cos_sin, "cos_sin"), activation(q_lat, m * h * d.rank, d.numerics, "q_lat"),
+                 activation(q_rope, m * h * d.rope, d.numerics, "q_rope"), cache_of(latent, k_rope, d.numerics), r,
+                 step_state(state)});
   wait(b, state);
 }
 
 void mla_attention(int64_t handle, std::vector<int64_t> dims, double scale, Tensor q_lat, Tensor q_rope, Tensor latent, Tensor k_rope,
                    Tensor o_lat, int64_t max_keys, std::vector<Tensor> rows, Tensor state) {
   Backend& b = backend(handle);
-  const MlaDims d = dims_of(dims);
+  const MlaDims d = dims_of(dims, q_lat);
   const Rows r = rows_of(rows);
   const int64_t m = r.max_rows, h = d.heads;
   const Buffer scratch(b, b.attention_scratch(d, r.max_rows, static_cast<int>(max_keys)), "scratch");
-  b.mla_attention({d, static_cast<float>(scale), sized<float>(q_lat, m * h * d.rank, "q_lat"),
-                   sized<float>(q_rope, m * h * d.rope, "q_rope"), cache_of(latent, k_rope),
-                   sized<float>(o_lat, m * h * d.rank, "o_lat"), static_cast<int>(max_keys), scratch.get(), r, step_state(state)});
+  b.mla_attention({d, static_cast<float>(scale), activation(q_lat, m * h * d.rank, d.numerics, "q_lat"),
+                   activation(q_rope, m * h * d.rope, d.numerics, "q_rope"), cache_of(latent, k_rope, d.numerics),
+                   activation(o_lat, m * h * d.rank, d.numerics, "o_lat"), static_cast<int>(max_keys), scratch.get(), r, step_state(state)});
   wait(b, state);
 }
 
 void mla_value(int64_t handle, std::vector<int64_t> dims, Tensor o_lat, Tensor kv_b, Tensor o, Tensor state) {
   Backend& b = backend(handle);
-  const MlaDims d = dims_of(dims);
+  const MlaDims d = dims_of(dims, o_lat);
   const int64_t m = o.size(0), h = d.heads;
-  b.mla_value({d, sized<float>(o_lat, m * h * d.rank, "o_lat"), sized<float>(kv_b, h * (d.nope + d.v) * d.rank, "kv_b"),
-               sized<float>(o, m * h * d.v, "o"), static_cast<int>(m), &step_state(state)->n_rows});
+  need(kv_b.numel() == h * (d.nope + d.v) * d.rank, "kv_b", "has the wrong size");
+  b.mla_value({d, activation(o_lat, m * h * d.rank, d.numerics, "o_lat"), weight_of(kv_b, d.rank),
+               activation(o, m * h * d.v, d.numerics, "o"), static_cast<int>(m), &step_state(state)->n_rows});
   wait(b, state);
 }
 
@@ -177,9 +208,10 @@ void router(int64_t handle, Tensor logits, Tensor bias, Tensor ids, Tensor weigh
   wait(b, state);
 }
 
-// experts: gate, up [E, I, D], down [E, D, I]; scales as for linear; shared: the same three as f32 matrices, or empty.
+// experts: gate, up [E, I, D], down [E, D, I]; scales as for linear; shared: the same three as matrices, or empty.
+// bf16 here and in linear: the numerics; weights that are not nibbles are then u16.
 void moe(int64_t handle, Tensor x, Tensor norm_w, double eps, Tensor ids, Tensor weights, std::vector<Tensor> experts,
-         std::vector<Tensor> scales, std::vector<Tensor> shared, Tensor act, Tensor shared_act, Tensor out, Tensor state) {
+         std::vector<Tensor> scales, std::vector<Tensor> shared, Tensor act, Tensor shared_act, Tensor out, Tensor state, bool bf16) {
   Backend& b = backend(handle);
   need(experts.size() == 3 && scales.size() == 3, "experts", "are not gate, up and down with a scale each");
   need(shared.empty() || shared.size() == 3, "shared", "is not gate, up and down");
@@ -197,15 +229,13 @@ void moe(int64_t handle, Tensor x, Tensor norm_w, double eps, Tensor ids, Tensor
   a.up = weight_of(experts[1], scales[1], d);
   a.down = weight_of(experts[2], scales[2], inner);
   if (!shared.empty()) {
-    const auto matrix = [](const Tensor& w, int width) {
-      return Weight{WeightKind::kF32, sized<float>(w, w.numel(), "shared"), nullptr, dim(w, 0), width, 1};
-    };
-    a.shared_gate = matrix(shared[0], d);
-    a.shared_up = matrix(shared[1], d);
-    a.shared_down = matrix(shared[2], dim(shared[0], 0));
+    a.shared_gate = weight_of(shared[0], d);
+    a.shared_up = weight_of(shared[1], d);
+    a.shared_down = weight_of(shared[2], dim(shared[0], 0));
   }
-  a.act = sized<float>(act, slots * inner, "act");
-  a.shared_act = sized<float>(shared_act, static_cast<int64_t>(m) * a.shared_gate.n, "shared_act");
+  a.numerics = numerics_of(bf16);
+  a.act = activation(act, slots * inner, a.numerics, "act");
+  a.shared_act = activation(shared_act, static_cast<int64_t>(m) * a.shared_gate.n, a.numerics, "shared_act");
   a.out = sized<float>(out, static_cast<int64_t>(m) * d, "out");
   a.max_rows = m;
   a.n_rows = &step_state(state)->n_rows;
@@ -256,11 +286,12 @@ void accept(int64_t handle, std::vector<Tensor> rows, Tensor choice, int64_t eos
 void kv_commit(int64_t handle, std::vector<Tensor> latents, std::vector<Tensor> k_ropes, Tensor accepted, Tensor state) {
   Backend& b = backend(handle);
   need(!latents.empty() && latents.size() == k_ropes.size(), "latents", "do not pair with k_ropes");
+  const Numerics numerics = numerics_of(is_bf16(latents[0]));
   std::vector<MlaCache> layers;
-  for (size_t i = 0; i < latents.size(); ++i) layers.push_back(cache_of(latents[i], k_ropes[i]));
+  for (size_t i = 0; i < latents.size(); ++i) layers.push_back(cache_of(latents[i], k_ropes[i], numerics));
   const int n = static_cast<int>(layers.size()), rank = dim(latents[0], 1), rope = dim(k_ropes[0], 1), m = dim(accepted, 0);
   const Buffer scratch(b, b.commit_scratch(n, rank, rope, m), "scratch");
-  b.kv_commit({layers.data(), n, rank, rope, data<int32_t>(accepted, "accepted"), m, scratch.get(), step_state(state)});
+  b.kv_commit({layers.data(), n, rank, rope, data<int32_t>(accepted, "accepted"), m, scratch.get(), step_state(state), numerics});
   wait(b, state);
 }
 
@@ -291,7 +322,7 @@ KDTREE_LIBRARY_FRAGMENT(KDTREE_LIBRARY, m) {
   m.def("rms_norm(int backend, Tensor out, Tensor x, Tensor w, float eps, Tensor state) -> ()");
   m.def(
       "linear(int backend, Tensor x, Tensor norm_w, float eps, Tensor[] weights, Tensor[] scales, Tensor[] outs, int epilogue, "
-      "Tensor state) -> ()");
+      "Tensor state, bool bf16=False) -> ()");
   m.def(
       "mla_prepare(int backend, int[] dims, Tensor q, Tensor kv, Tensor norm_w, float eps, Tensor kv_b, Tensor cos_sin, "
       "Tensor q_lat, Tensor q_rope, Tensor latent, Tensor k_rope, Tensor[] rows, Tensor state) -> ()");
@@ -304,7 +335,7 @@ KDTREE_LIBRARY_FRAGMENT(KDTREE_LIBRARY, m) {
       "float scaling, int layer, Tensor state) -> ()");
   m.def(
       "moe(int backend, Tensor x, Tensor norm_w, float eps, Tensor ids, Tensor weights, Tensor[] experts, Tensor[] scales, "
-      "Tensor[] shared, Tensor act, Tensor shared_act, Tensor out, Tensor state) -> ()");
+      "Tensor[] shared, Tensor act, Tensor shared_act, Tensor out, Tensor state, bool bf16=False) -> ()");
   m.def("select(int backend, Tensor logits, float temperature, Tensor choice, Tensor[] rows, Tensor state) -> ()");
   m.def("tree_root(int backend, Tensor[] rows, Tensor state) -> ()");
   m.def(

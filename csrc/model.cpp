@@ -108,7 +108,7 @@ void Forward::linear(int width, const float* x, const float* norm, double eps,
 }
 
 void Forward::layers(int width, int max_keys, const Tap* tap, int kv_len) {
-  backend_.embed({x_.f32(), weights_.embed, config_.hidden_size, rows(width), n_rows()});
+  backend_.embed({x_.f32(), weights_.embed, rows(width), n_rows()});
   if (tap != nullptr) (*tap)("embed", x_.get(), config_.hidden_size, false);
   for (int i = 0; i < config_.num_layers; ++i) {
     attention(i, width, max_keys, tap, kv_len);
@@ -135,7 +135,7 @@ void Forward::attention(int layer, int width, int max_keys, const Tap* tap, int 
   backend_.mla_value({d, o_lat_.f32(), w.kv_b, o_.f32(), width, n_rows()});
   linear(width, o_.f32(), nullptr, 0.0, {{&w.o, x_.f32()}}, Epilogue::kResidual);
   if (tap == nullptr) return;
-  const auto show = [&](const char* name, const float* p, int dim) {
+  const auto show = [&](const char* name, const void* p, int dim) {
     (*tap)("layers." + std::to_string(layer) + ".mla." + name, p, dim, false);
   };
   show("q_a", q_a_.f32(), c.q_lora_rank);
@@ -143,8 +143,8 @@ void Forward::attention(int layer, int width, int max_keys, const Tap* tap, int 
   show("q", q_.f32(), c.q_width());
   show("q_lat", q_lat_.f32(), d.heads * d.rank);
   show("q_rope", q_rope_.f32(), d.heads * d.rope);
-  show("latent", cache.latent + static_cast<size_t>(kv_len) * d.rank, d.rank);
-  show("k_rope", cache.k_rope + static_cast<size_t>(kv_len) * d.rope, d.rope);
+  show("latent", static_cast<const float*>(cache.latent) + static_cast<size_t>(kv_len) * d.rank, d.rank);
+  show("k_rope", static_cast<const float*>(cache.k_rope) + static_cast<size_t>(kv_len) * d.rope, d.rope);
   show("o_lat", o_lat_.f32(), d.heads * d.rank);
   show("o", o_.f32(), d.heads * d.v);
   show("out", x_.f32(), c.hidden_size);

@@ -44,8 +44,7 @@ class Buffer {
 
 struct LayerWeights {
   const float *attn_norm, *mlp_norm, *q_a_norm, *kv_a_norm;
-  Weight q_a, q_b, kv_a, o;
-  const float* kv_b;
+  Weight q_a, q_b, kv_a, kv_b, o;
   Weight gate, up, down;                       // dense layers
   Weight router;                               // MoE layers, as all that follows
   const float* router_bias;
@@ -55,9 +54,8 @@ struct LayerWeights {
 };
 
 struct ModelWeights {
-  const float* embed;
+  Weight embed, lm_head;
   const float* final_norm;
-  Weight lm_head;
   std::vector<LayerWeights> layers;
 };
 

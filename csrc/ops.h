@@ -5,7 +5,8 @@
 //     rows, on the other rows, on the number of threads, or on eager execution against graph replay.
 //   * Only rows m < *n_rows are written (n_rows lives in the backend's memory, so that a captured graph can be replayed with
 //     another count); max_rows is the static bound that sizes launches.
-//   * Pointers are in the backend's memory (host memory for the CPU). f32, row-major, leading dimensions in elements.
+//   * Pointers are in the backend's memory (host memory for the CPU). Row-major, leading dimensions in elements; f32 where the type
+//     says so. `void` is what only products read: f32 under Numerics::kF32, bf16 (nearest, ties to even) under kBf16.
 //   * Nothing is allocated inside an operation; scratch is handed in, its size asked for at load time (*_scratch). Operations
 //     run one after the other, so all of them may be given the same scratch; nothing in it survives an operation.
 //   * What changes from request to request (draft position, seed, limit) is read from StepState, so that a captured graph stays
@@ -62,12 +63,16 @@ struct Rows {
   int max_rows;
 };
 
-enum class WeightKind : int32_t { kF32 = 0, kInt4 = 1 };
+// How a forward pass rounds (docs/model.md, bf16). kBf16: whatever a product reads is bf16, what it gives is f32.
+enum class Numerics : int32_t { kF32 = 0, kBf16 = 1 };
 
-// A matrix [n, k] (out, in); or e such matrices one after the other, for experts.
+enum class WeightKind : int32_t { kF32 = 0, kInt4 = 1, kBf16 = 2 };
+
+// A matrix [n, k] (out, in); or e such matrices one after the other, for experts. kF32 goes with Numerics::kF32, kBf16 with
+// kBf16, kInt4 with either.
 struct Weight {
   WeightKind kind = WeightKind::kF32;
-  const void* data = nullptr;        // f32 [e, n, k], or nibbles u8 [e, n, 16*ceil(k/32)]
+  const void* data = nullptr;        // f32 or bf16 [e, n, k], or nibbles u8 [e, n, 16*ceil(k/32)]
   const uint16_t* scale = nullptr;   // int4: bf16 [e, n, ceil(k/32)]
   int n = 0, k = 0, e = 1;
 };
@@ -80,22 +85,23 @@ enum class Epilogue : int32_t {
 
 // y_i = w_i * x for up to two weights that share the input; the input may be normed on the way.
 struct LinearArgs {
-  const float* x; int ldx;
+  const void* x; int ldx;          // with a norm f32 always, and rounded after it
   const float* norm_w; float eps;  // norm_w non-null: x is replaced by rms(x, norm_w, eps)
-  Weight w[2]; float* out[2]; int ldo[2]; int parts;  // parts 1 or 2
+  Weight w[2]; void* out[2]; int ldo[2]; int parts;  // parts 1 or 2; out is f32, but for kSiluMul
   Epilogue epilogue;
   void* scratch;  // linear_scratch(sum of n, k, max_rows) bytes
   int max_rows; const int32_t* n_rows;
+  Numerics numerics = Numerics::kF32;
 };
 
-struct EmbedArgs {  // out[m] = table[tokens[m]]
-  float* out; const float* table; int dim; Rows rows; const int32_t* n_rows;
+struct EmbedArgs {  // out[m] = table[tokens[m]]; table f32 or bf16 [vocab, dim]
+  float* out; Weight table; Rows rows; const int32_t* n_rows;
 };
 
-struct MlaDims { int heads, rank, nope, rope, v; };
+struct MlaDims { int heads, rank, nope, rope, v; Numerics numerics = Numerics::kF32; };
 
 // The cache of one layer. Slot s holds the token at position s for s < kv_len; the rows of the current step stand at kv_len + m.
-struct MlaCache { float* latent; float* k_rope; int slots; };  // [slots, rank], [slots, rope]
+struct MlaCache { void* latent; void* k_rope; int slots; };  // [slots, rank], [slots, rope]
 
 // From the raw projections to what attention needs: absorbs W_UK into the query, rotates, norms the latent, writes the cache rows.
 struct MlaPrepareArgs {
@@ -103,25 +109,25 @@ struct MlaPrepareArgs {
   const float* q;     // [M, heads*(nope+rope)]
   const float* kv;    // [M, rank+rope]
   const float* kv_norm_w; float eps;
-  const float* kv_b;  // [heads*(nope+v), rank]
+  Weight kv_b;        // f32 or bf16 [heads*(nope+v), rank]
   const float* cos_sin;  // [max positions, rope/2, 2]
-  float* q_lat;       // out [M, heads, rank]
-  float* q_rope;      // out [M, heads, rope]
+  void* q_lat;        // out [M, heads, rank]
+  void* q_rope;       // out [M, heads, rope]
   MlaCache cache;     // rows kv_len + m are written
   Rows rows; const StepState* state;
 };
 
 struct MlaAttentionArgs {  // o_lat = softmax(scale * (q_lat.latent + q_rope.k_rope)) . latent over the row's visible keys
   MlaDims dims; float scale;
-  const float* q_lat; const float* q_rope; MlaCache cache;
-  float* o_lat;  // out [M, heads, rank]
+  const void* q_lat; const void* q_rope; MlaCache cache;
+  void* o_lat;   // out [M, heads, rank]
   int max_keys;  // no row sees more keys than this
   void* scratch; // attention_scratch(dims, max_rows, max_keys) bytes
   Rows rows; const StepState* state;
 };
 
 struct MlaValueArgs {  // o[m, h, :] = W_UV[h] o_lat[m, h]
-  MlaDims dims; const float* o_lat; const float* kv_b; float* o; int max_rows; const int32_t* n_rows;
+  MlaDims dims; const void* o_lat; Weight kv_b; void* o; int max_rows; const int32_t* n_rows;  // o [M, heads*v]
 };
 
 struct RouterArgs {  // logits are the router's linear output
@@ -136,11 +142,12 @@ struct MoeArgs {
   const int32_t* ids; const float* weights; int top_k;
   Weight gate, up, down;            // e experts
   Weight shared_gate, shared_up, shared_down;  // n == 0: no shared expert
-  float* act;                       // [M, top_k, gate.n]   silu(gate)*up of every chosen expert
-  float* shared_act;                // [M, shared_gate.n]
+  void* act;                        // [M, top_k, gate.n]   silu(gate)*up of every chosen expert
+  void* shared_act;                 // [M, shared_gate.n]
   float* out;                       // [M, dim], += ; may be x itself
   void* scratch;                    // moe_scratch(...) bytes
   int max_rows; const int32_t* n_rows;
+  Numerics numerics = Numerics::kF32;
 };
 
 // The choice of each row: argmax (temperature 0) or a Gumbel draw keyed by (state's seed, position, token). A NaN or an
@@ -178,6 +185,7 @@ struct AcceptArgs {
 struct KvCommitArgs {  // cache row base + accepted[j] -> base + j, for every layer
   const MlaCache* layers; int n_layers; int rank, rope;  // layers: array in host memory, constant for a session's life
   const int32_t* accepted; int max_rows; void* scratch; const StepState* state;
+  Numerics numerics = Numerics::kF32;
 };
 
 // dst[(state->committed - state->n_accepted + j + offset)] = src[accepted[j]], rows of `dim` floats: the log of a recorded run.
@@ -215,8 +223,9 @@ class Backend {
   virtual void drop_graphs() = 0;
 
   // Kernel launches by name since the last reset (a replay counts what it launches). Every backend has these names and may have
-  // more: embed, linear_f32, linear_int4, mla_prepare, mla_attention, mla_value, router, experts_f32, experts_int4 (a moe() call
-  // counts one of the two by the kernel that ran), select, tree_root, tree_build, accept, kv_commit, record, record_tree.
+  // more: embed, linear_f32, linear_int4, linear_bf16, mla_prepare, mla_attention, mla_value, router, experts_f32, experts_int4,
+  // experts_bf16, experts_int4_bf16 (a moe() call counts one of them by the kernel that ran; linear of INT4 under kBf16 is
+  // linear_int4_bf16, the MLA operations under kBf16 are mla_prepare_bf16 and so on), select, tree_root, tree_build, accept, kv_commit, record, record_tree.
   virtual std::map<std::string, uint64_t> counters() const = 0;
   virtual void reset_counters() = 0;
 

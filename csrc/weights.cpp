@@ -60,7 +60,7 @@ LayerWeights load_layer(const Finder& find, const ModelConfig& c, int index, Wei
   w.q_b = find.matrix(at + "attn.q_b.w", c.q_width(), c.q_lora_rank);
   w.kv_a = find.matrix(at + "attn.kv_a.w", c.kv_width(), d);
   w.kv_a_norm = find.f32(at + "attn.kv_a_norm.w", size(c.kv_lora_rank));
-  w.kv_b = static_cast<const float*>(find.matrix(at + "attn.kv_b.w", c.kv_b_width(), c.kv_lora_rank).data);
+  w.kv_b = find.matrix(at + "attn.kv_b.w", c.kv_b_width(), c.kv_lora_rank);
   w.o = find.matrix(at + "attn.o.w", d, c.o_width());
   if (!w.moe) {
     w.gate = find.matrix(at + "mlp.gate.w", c.intermediate_size, d);
@@ -87,7 +87,7 @@ LayerWeights load_layer(const Finder& find, const ModelConfig& c, int index, Wei
 ModelWeights load_weights(Backend& backend, const KdtrView& file, const ModelConfig& c, WeightKind experts) {
   const Finder find(backend, file);
   ModelWeights w{};
-  w.embed = static_cast<const float*>(find.matrix("embed.w", c.vocab_size, c.hidden_size).data);
+  w.embed = find.matrix("embed.w", c.vocab_size, c.hidden_size);
   w.final_norm = find.f32("final_norm.w", {static_cast<uint64_t>(c.hidden_size)});
   w.lm_head = find.matrix("lm_head.w", c.vocab_size, c.hidden_size);
   for (int i = 0; i < c.num_layers; ++i) w.layers.push_back(load_layer(find, c, i, experts));

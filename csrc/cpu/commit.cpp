@@ -9,6 +9,7 @@ size_t CpuBackend::commit_scratch(int, int, int, int) const { return 0; }
 
 void CpuBackend::kv_commit(const KvCommitArgs& a) {
   const StepState& s = *a.state;
+  const size_t item = a.numerics == Numerics::kBf16 ? sizeof(uint16_t) : sizeof(float);
   // Sources ascend and lie at or after their targets, so an ascending copy in place never overwrites what it has yet to read.
   for (int l = 0; l < a.n_layers; ++l) {
     const MlaCache& c = a.layers[l];
@@ -16,8 +17,11 @@ void CpuBackend::kv_commit(const KvCommitArgs& a) {
       const int from = a.accepted[j];
       if (from == j) continue;
       const size_t source = static_cast<size_t>(s.base) + from, target = static_cast<size_t>(s.base) + j;
-      std::memcpy(c.latent + target * a.rank, c.latent + source * a.rank, sizeof(float) * a.rank);
-      std::memcpy(c.k_rope + target * a.rope, c.k_rope + source * a.rope, sizeof(float) * a.rope);
+      const auto move = [&](void* rows, size_t bytes) {
+        std::memcpy(static_cast<char*>(rows) + target * bytes, static_cast<char*>(rows) + source * bytes, bytes);
+      };
+      move(c.latent, item * a.rank);
+      move(c.k_rope, item * a.rope);
     }
   }
   count("kv_commit");

@@ -46,7 +46,7 @@ void CpuBackend::linear(const LinearArgs& a) {
   float* normed = reinterpret_cast<float*>(x + a.max_rows);
   Packed packed(k_, a.w[0], normed + static_cast<size_t>(a.max_rows) * k);
   for (int i = 0; i < m; ++i) {
-    const float* row = a.x + static_cast<size_t>(i) * a.ldx;
+    const float* row = static_cast<const float*>(a.x) + static_cast<size_t>(i) * a.ldx;
     if (a.norm_w != nullptr) {
       float* out = normed + static_cast<size_t>(i) * k;
       norm_row(out, row, a.norm_w, a.eps, k);
@@ -70,7 +70,7 @@ void CpuBackend::linear(const LinearArgs& a) {
       gemm_strip(k_, a.w[part], 0, x + i, rows, first, n, y, kStrip);
       if (gated) gemm_strip(k_, a.w[1], 0, x + i, rows, first, n, up, kStrip);
       for (int r = 0; r < rows; ++r) {
-        float* out = a.out[part] + static_cast<size_t>(i + r) * a.ldo[part] + first;
+        float* out = static_cast<float*>(a.out[part]) + static_cast<size_t>(i + r) * a.ldo[part] + first;
         const float* from = y + r * kStrip;
         if (gated) {
           k_.silu_mul(out, from, up + r * kStrip, n);

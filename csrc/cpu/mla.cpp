@@ -33,19 +33,19 @@ void CpuBackend::mla_prepare(const MlaPrepareArgs& a) {
   for (int i = 0; i < m; ++i) {
     const float* kv = a.kv + static_cast<size_t>(i) * (d.rank + d.rope);
     const size_t slot = static_cast<size_t>(base) + i;
-    norm_row(a.cache.latent + slot * d.rank, kv, a.kv_norm_w, a.eps, d.rank);
-    rotate(a.cache.k_rope + slot * d.rope, kv + d.rank, angles(i), d.rope);
+    norm_row(static_cast<float*>(a.cache.latent) + slot * d.rank, kv, a.kv_norm_w, a.eps, d.rank);
+    rotate(static_cast<float*>(a.cache.k_rope) + slot * d.rope, kv + d.rank, angles(i), d.rope);
   }
   const int width = d.nope + d.rope;
   const auto head = [&](int h) {
     const float* rows[kChunk];
-    const float* w = a.kv_b + static_cast<size_t>(h) * (d.nope + d.v) * d.rank;
+    const float* w = static_cast<const float*>(a.kv_b.data) + static_cast<size_t>(h) * (d.nope + d.v) * d.rank;
     for (int i = 0; i < m; ++i) {
       const float* q = a.q + (static_cast<size_t>(i) * d.heads + h) * width;
-      rotate(a.q_rope + (static_cast<size_t>(i) * d.heads + h) * d.rope, q + d.nope, angles(i), d.rope);
+      rotate(static_cast<float*>(a.q_rope) + (static_cast<size_t>(i) * d.heads + h) * d.rope, q + d.nope, angles(i), d.rope);
     }
     const float* q = a.q + static_cast<size_t>(h) * width;
-    float* out = a.q_lat + static_cast<size_t>(h) * d.rank;
+    float* out = static_cast<float*>(a.q_lat) + static_cast<size_t>(h) * d.rank;
     float one[kChunk];
     for (float& v : one) v = 1.0f;
     for (int n = 0; n < d.nope; n += kChunk) {  // the sum over nope goes on from chunk to chunk: times one, plus the next
@@ -74,19 +74,20 @@ void CpuBackend::mla_attention(const MlaAttentionArgs& a) {
     const size_t at = static_cast<size_t>(row) * d.heads + first;
     const int32_t* path = a.rows.path + static_cast<size_t>(row) * a.rows.path_stride;
     const int keys = base + a.rows.depths[row] + 1;
+    float* o_lat = static_cast<float*>(a.o_lat) + at * d.rank;
     const float *latent[kChunk], *k_rope[kChunk], *q_lat[kHeadBlock], *q_rope[kHeadBlock];
     float score[kHeadBlock * kChunk], rope[kHeadBlock * kChunk], best[kHeadBlock], sum[kHeadBlock], decay[kHeadBlock];
     for (int h = 0; h < heads; ++h) {
-      q_lat[h] = a.q_lat + (at + h) * d.rank;
-      q_rope[h] = a.q_rope + (at + h) * d.rope;
+      q_lat[h] = static_cast<const float*>(a.q_lat) + (at + h) * d.rank;
+      q_rope[h] = static_cast<const float*>(a.q_rope) + (at + h) * d.rope;
     }
     for (int t0 = 0; t0 < keys; t0 += kChunk) {
       const int n = keys - t0 < kChunk ? keys - t0 : kChunk;
       for (int t = 0; t < n; ++t) {
         const int position = t0 + t;
         const size_t slot = position < base ? position : base + path[position - base];
-        latent[t] = a.cache.latent + slot * d.rank;
-        k_rope[t] = a.cache.k_rope + slot * d.rope;
+        latent[t] = static_cast<const float*>(a.cache.latent) + slot * d.rank;
+        k_rope[t] = static_cast<const float*>(a.cache.k_rope) + slot * d.rope;
       }
       k_.gemm_f32(q_lat, heads, latent, n, d.rank, score, kChunk);
       k_.gemm_f32(q_rope, heads, k_rope, n, d.rope, rope, kChunk);
@@ -107,9 +108,9 @@ void CpuBackend::mla_attention(const MlaAttentionArgs& a) {
         }
         best[h] = top;
       }
-      k_.weighted_sum(score, kChunk, heads, latent, n, d.rank, t0 == 0 ? nullptr : decay, a.o_lat + at * d.rank, d.rank);
+      k_.weighted_sum(score, kChunk, heads, latent, n, d.rank, t0 == 0 ? nullptr : decay, o_lat, d.rank);
     }
-    for (int h = 0; h < heads; ++h) k_.divide(a.o_lat + (at + h) * d.rank, sum[h], d.rank);
+    for (int h = 0; h < heads; ++h) k_.divide(o_lat + h * d.rank, sum[h], d.rank);
   };
   threads_.run(m * blocks, static_cast<double>(m) * (base + m) * d.heads * (2.0 * d.rank + d.rope), task);
   count("mla_attention");
@@ -120,11 +121,11 @@ void CpuBackend::mla_value(const MlaValueArgs& a) {
   const int m = active_rows(a.n_rows, a.max_rows);
   const auto head = [&](int h) {
     const float *rows[kChunk], *x[kChunk];
-    const float* w = a.kv_b + (static_cast<size_t>(h) * (d.nope + d.v) + d.nope) * d.rank;
+    const float* w = static_cast<const float*>(a.kv_b.data) + (static_cast<size_t>(h) * (d.nope + d.v) + d.nope) * d.rank;
     for (int i = 0; i < m; i += kChunk) {
       const int some = m - i < kChunk ? m - i : kChunk;
-      for (int r = 0; r < some; ++r) x[r] = a.o_lat + (static_cast<size_t>(i + r) * d.heads + h) * d.rank;
-      float* out = a.o + (static_cast<size_t>(i) * d.heads + h) * d.v;
+      for (int r = 0; r < some; ++r) x[r] = static_cast<const float*>(a.o_lat) + (static_cast<size_t>(i + r) * d.heads + h) * d.rank;
+      float* out = static_cast<float*>(a.o) + (static_cast<size_t>(i) * d.heads + h) * d.v;
       for (int j = 0; j < d.v; j += kChunk) {
         const int n = d.v - j < kChunk ? d.v - j : kChunk;
         for (int t = 0; t < n; ++t) rows[t] = w + static_cast<size_t>(j + t) * d.rank;

@@ -149,7 +149,7 @@ void CpuBackend::moe(const MoeArgs& a) {
     float* b = plan.normed + static_cast<size_t>(i) * dim;
     norm_row(b, a.x + static_cast<size_t>(i) * dim, a.norm_w, a.eps, dim);
     row[i] = b;
-    shared_act[i] = a.shared_act + static_cast<size_t>(i) * shared_inner;
+    shared_act[i] = static_cast<const float*>(a.shared_act) + static_cast<size_t>(i) * shared_inner;
     const float* x = packed.row(b, dim, i);
     for (int j = 0; j < k; ++j) plan.act[i * k + j] = x;  // by slot, for the moment
   }
@@ -176,15 +176,15 @@ void CpuBackend::moe(const MoeArgs& a) {
     const int u = task / gate_strips;
     if (u >= used) {
       const int first = (task - used * gate_strips) * kStrip;
-      strip(a.shared_gate, 0, row, m, first, gate_up(a.shared_gate, a.shared_up, nullptr, a.shared_act));
+      strip(a.shared_gate, 0, row, m, first, gate_up(a.shared_gate, a.shared_up, nullptr, static_cast<float*>(a.shared_act)));
       return;
     }
     const int e = plan.active[u], begin = plan.starts[e], rows = plan.starts[e + 1] - begin;
-    strip(a.gate, e, plan.x + begin, rows, task % gate_strips * kStrip, gate_up(a.gate, a.up, plan.slots + begin, a.act));
+    strip(a.gate, e, plan.x + begin, rows, task % gate_strips * kStrip, gate_up(a.gate, a.up, plan.slots + begin, static_cast<float*>(a.act)));
   });
 
   for (int p = 0; p < m * k; ++p) {
-    plan.act[p] = packed_act.row(a.act + static_cast<size_t>(plan.slots[p]) * inner, inner, p);
+    plan.act[p] = packed_act.row(static_cast<const float*>(a.act) + static_cast<size_t>(plan.slots[p]) * inner, inner, p);
   }
   const auto down = [&](const Weight& w, const int32_t* slots, float* out) {
     return [&w, slots, out, this](const float* const* x, int r, int rows, int first, int n, int expert) {

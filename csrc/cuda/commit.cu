@@ -75,7 +75,8 @@ void CudaBackend::kv_commit(const KvCommitArgs& a) {
   for (int first = 0; first < a.n_layers; first += kLayers) {
     CommitParams p{};
     const int layers = std::min(kLayers, a.n_layers - first);
-    for (int i = 0; i < layers; ++i) p.latent[i] = a.layers[first + i].latent, p.k_rope[i] = a.layers[first + i].k_rope;
+    for (int i = 0; i < layers; ++i) p.latent[i] = static_cast<float*>(a.layers[first + i].latent),
+                                     p.k_rope[i] = static_cast<float*>(a.layers[first + i].k_rope);
     p.rank = a.rank, p.rope = a.rope, p.accepted = a.accepted, p.state = a.state;
     launch("kv_commit", commit_kernel, dim3((a.rank + a.rope + kThreads - 1) / kThreads, layers), kThreads, 0, p);
   }

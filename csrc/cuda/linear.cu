@@ -105,14 +105,14 @@ void CudaBackend::linear(const LinearArgs& a) {
                                     std::to_string(a.w[1].k));
   }
   LinearParams p{};
-  p.x = a.x, p.ldx = a.ldx, p.k = k, p.norm_w = a.norm_w, p.eps = a.eps, p.epilogue = a.epilogue, p.max_rows = a.max_rows,
+  p.x = static_cast<const float*>(a.x), p.ldx = a.ldx, p.k = k, p.norm_w = a.norm_w, p.eps = a.eps, p.epilogue = a.epilogue, p.max_rows = a.max_rows,
   p.n_rows = a.n_rows;
   bool vector = vector_ready(a.x, k) && a.ldx % 4 == 0 && vector_ready(a.norm_w, k);
   const bool int4 = a.w[0].kind == WeightKind::kInt4;
   for (int i = 0; i < 2; ++i) {
     const int j = i < a.parts ? i : 0;
     p.data[i] = a.w[j].data, p.scale[i] = a.w[j].scale, p.n[i] = i < a.parts ? a.w[i].n : 0;
-    p.out[i] = a.out[paired ? 0 : j], p.ldo[i] = a.ldo[paired ? 0 : j];
+    p.out[i] = static_cast<float*>(a.out[paired ? 0 : j]), p.ldo[i] = a.ldo[paired ? 0 : j];
     vector = vector && (int4 || vector_ready(p.data[i], k));
   }
   const int tm = a.max_rows >= 5 ? 8 : a.max_rows >= 3 ? 4 : a.max_rows;

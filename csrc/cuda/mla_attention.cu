@@ -80,8 +80,8 @@ __device__ __forceinline__ void score_keys(const AttentionParams& p, const float
 #pragma unroll
     for (int j = 0; j < kBatch; ++j) slot[j] = slots[min(first + j, n - 1)];
     float acc[HEADS][kBatch] = {};
-    add_products<HEADS, kBatch, VEC>(acc, q, rank + rope, p.cache.latent, slot, rank, lane);
-    add_products<HEADS, kBatch, VEC>(acc, q + rank, rank + rope, p.cache.k_rope, slot, rope, lane);
+    add_products<HEADS, kBatch, VEC>(acc, q, rank + rope, static_cast<const float*>(p.cache.latent), slot, rank, lane);
+    add_products<HEADS, kBatch, VEC>(acc, q + rank, rank + rope, static_cast<const float*>(p.cache.k_rope), slot, rope, lane);
 #pragma unroll
     for (int h = 0; h < HEADS; ++h) {
 #pragma unroll
@@ -129,7 +129,7 @@ __device__ __forceinline__ void add_piece(float (&o)[HEADS][COLUMNS], const Atte
     float v[kBatch][COLUMNS];
 #pragma unroll
     for (int j = 0; j < kBatch; ++j) {
-      const float* key = p.cache.latent + static_cast<size_t>(slots[min(t0 + i + j, n - 1)]) * rank;
+      const float* key = static_cast<const float*>(p.cache.latent) + static_cast<size_t>(slots[min(t0 + i + j, n - 1)]) * rank;
 #pragma unroll
       for (int c = 0; c < COLUMNS; ++c) v[j][c] = r0 + c * kThreads < rank ? key[r0 + c * kThreads] : 0.f;
     }
@@ -281,7 +281,7 @@ void CudaBackend::mla_attention(const MlaAttentionArgs& a) {
     throw Error("ConfigError",
                 name_ + ": kv_lora_rank " + std::to_string(rank) + " is above the 1024 that mla_attention is built for");
   const int segments = segments_of(a.max_keys);
-  AttentionParams p{a.dims,  a.scale,       a.q_lat,     a.q_rope,           a.cache, a.o_lat, nullptr,
+  AttentionParams p{a.dims,  a.scale,       static_cast<const float*>(a.q_lat), static_cast<const float*>(a.q_rope), a.cache, static_cast<float*>(a.o_lat), nullptr,
                     nullptr, a.rows.depths, a.rows.path, a.rows.path_stride, a.state};
   if (segments > 1) {
     p.part = static_cast<float*>(a.scratch);

@@ -52,7 +52,7 @@ __device__ void write_latents(const PrepareParams& p, int m0, int n_rows, int kv
   if (m >= min(n_rows, m0 + TM)) return;
   KD_ASSERT(kv_len + m < p.cache.slots, "mla_prepare: the cache is full");
   const float* kv = p.kv + static_cast<size_t>(m) * (rank + p.dims.rope);
-  float* latent = p.cache.latent + static_cast<size_t>(kv_len + m) * rank;
+  float* latent = static_cast<float*>(p.cache.latent) + static_cast<size_t>(kv_len + m) * rank;
   float ss = 0.f;
   for (int r = lane; r < rank; r += kWarp) ss = __fmaf_rn(kv[r], kv[r], ss);
   const float inverse = inverse_rms(warp_sum(ss), rank, p.eps);
@@ -68,7 +68,7 @@ __device__ void rotate_rows(const PrepareParams& p, int m0, int n_rows, int kv_l
     const size_t row = static_cast<size_t>(m) * heads + head;
     const float* in =
         head < heads ? p.q + row * q_dim + p.dims.nope : p.kv + static_cast<size_t>(m) * (p.dims.rank + rope) + p.dims.rank;
-    float* out = head < heads ? p.q_rope + row * rope : p.cache.k_rope + static_cast<size_t>(kv_len + m) * rope;
+    float* out = head < heads ? p.q_rope + row * rope : static_cast<float*>(p.cache.k_rope) + static_cast<size_t>(kv_len + m) * rope;
     const float2 x = make_float2(in[2 * pair], in[2 * pair + 1]);
     const float2 y = rotate(x, angle(p, kv_len + p.depths[m], pair));
     out[2 * pair] = y.x, out[2 * pair + 1] = y.y;
@@ -142,8 +142,8 @@ void (*prepare_for(int tm))(PrepareParams, int) {
 void CudaBackend::mla_prepare(const MlaPrepareArgs& a) {
   const int rows = a.rows.max_rows;
   if (rows <= 0) return;
-  const PrepareParams p{a.dims,  a.q,      a.kv,    a.kv_norm_w,   a.eps, a.kv_b, a.cos_sin,
-                        a.q_lat, a.q_rope, a.cache, a.rows.depths, rows,  a.state};
+  const PrepareParams p{a.dims,  a.q,      a.kv,    a.kv_norm_w,   a.eps, static_cast<const float*>(a.kv_b.data), a.cos_sin,
+                        static_cast<float*>(a.q_lat), static_cast<float*>(a.q_rope), a.cache, a.rows.depths, rows,  a.state};
   const int tm = rows >= 5 ? 8 : rows >= 3 ? 4 : rows;
   const int column_blocks = (a.dims.rank + kThreads - 1) / kThreads;
   const size_t shared = sizeof(float) * tm * static_cast<size_t>(whole(a.dims.nope));

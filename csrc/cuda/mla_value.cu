@@ -49,11 +49,11 @@ auto value_for(int tm) {
 void CudaBackend::mla_value(const MlaValueArgs& a) {
   if (a.max_rows <= 0) return;
   const int tm = a.max_rows >= 5 ? 8 : a.max_rows >= 3 ? 4 : a.max_rows;
-  const bool vector = vector_ready(a.o_lat, a.dims.rank) && vector_ready(a.kv_b, a.dims.rank);
+  const bool vector = vector_ready(a.o_lat, a.dims.rank) && vector_ready(a.kv_b.data, a.dims.rank);
   const int blocks_per_head = (a.dims.v + 2 * kTileWarps - 1) / (2 * kTileWarps);
   launch("mla_value", vector ? value_for<4>(tm) : value_for<1>(tm),
          dim3(a.dims.heads * blocks_per_head, (a.max_rows + tm - 1) / tm), kTileThreads,
-         tile_shared_bytes(tm, a.dims.rank, WeightKind::kF32), a.dims, a.o_lat, a.kv_b, a.o, a.max_rows, a.n_rows,
+         tile_shared_bytes(tm, a.dims.rank, WeightKind::kF32), a.dims, static_cast<const float*>(a.o_lat), static_cast<const float*>(a.kv_b.data), static_cast<float*>(a.o), a.max_rows, a.n_rows,
          blocks_per_head);
 }
 

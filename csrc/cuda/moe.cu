@@ -259,7 +259,7 @@ void CudaBackend::moe(const MoeArgs& a) {
   GateUpParams g{};
   g.x = a.x, g.dim = a.dim, g.norm_w = a.norm_w, g.eps = a.eps, g.ids = a.ids, g.top_k = a.top_k;
   g.gate = a.gate, g.up = a.up, g.shared_gate = a.shared_gate, g.shared_up = a.shared_up;
-  g.act = a.act, g.shared_act = a.shared_act, g.max_rows = a.max_rows, g.n_rows = a.n_rows;
+  g.act = static_cast<float*>(a.act), g.shared_act = static_cast<float*>(a.shared_act), g.max_rows = a.max_rows, g.n_rows = a.n_rows;
   g.tiles = (a.gate.n + kTileWarps - 1) / kTileWarps;
   g.shared_tiles = (shared_n + kTileWarps - 1) / kTileWarps;
   g.shared_blocks = g.shared_tiles * ((a.max_rows + tm - 1) / tm);
@@ -273,7 +273,7 @@ void CudaBackend::moe(const MoeArgs& a) {
   reserve_shared(reinterpret_cast<const void*>(gate_up), "experts", shared);
   launch(int4 ? "experts_int4" : "experts_f32", gate_up, dim3(g.shared_blocks + slots * g.tiles), kTileThreads, shared, g);
 
-  DownParams d{a.ids, a.weights, a.top_k, a.dim, a.down, a.shared_down, a.act, a.shared_act, a.out, a.max_rows, a.n_rows};
+  DownParams d{a.ids, a.weights, a.top_k, a.dim, a.down, a.shared_down, static_cast<const float*>(a.act), static_cast<const float*>(a.shared_act), a.out, a.max_rows, a.n_rows};
   const bool vector =
       vector_ready(a.act, a.down.k) && (int4 || vector_ready(a.down.data, a.down.k)) &&
       (shared_n == 0 || (vector_ready(a.shared_act, a.shared_down.k) && vector_ready(a.shared_down.data, a.shared_down.k)));

@@ -44,7 +44,8 @@ __global__ void rms_norm_kernel(float* out, const float* x, const float* w, floa
 
 void CudaBackend::embed(const EmbedArgs& a) {
   if (a.rows.max_rows <= 0) return;
-  launch("embed", embed_kernel, dim3(a.rows.max_rows), kThreads, 0, a.out, a.table, a.dim,
+  launch("embed", embed_kernel, dim3(a.rows.max_rows), kThreads, 0, a.out,
+         static_cast<const float*>(a.table.data), a.table.k,
          static_cast<const int32_t*>(a.rows.tokens), a.n_rows);
 }
 
