@@ -50,13 +50,17 @@ float* rows_out(const Tensor& out, int64_t rows, int64_t width) {
 }
 
 int64_t session_open(Tensor path, Tensor label, std::string device, std::string precision, int64_t context, int64_t max_rows,
-                     bool poison, bool graphs) {
+                     bool poison, bool graphs, int64_t rank, int64_t ranks, int64_t all_gather, int64_t broadcast) {
   const bool int4 = precision == "int4";
   if (!int4 && precision != "fp32") throw Error("RequestError", "precision '" + precision + "', known are fp32 and int4");
+  need(ranks >= 1 && rank >= 0 && rank < ranks, "rank", "is not below the number of ranks");
+  need(ranks == 1 || (all_gather != 0 && broadcast != 0), "all_gather", "is no function");
+  const Transport transport{reinterpret_cast<Transport::AllGather>(all_gather), reinterpret_cast<Transport::Broadcast>(broadcast)};
   auto file = KdtrFile::open(text(path), text(label));
   auto entry = std::make_shared<Entry>();
   entry->session = std::make_unique<Session>(make_backend(device, poison), std::move(file),
-                                             int4 ? WeightKind::kInt4 : WeightKind::kF32, context, max_rows, graphs);
+                                             int4 ? WeightKind::kInt4 : WeightKind::kF32, context, max_rows, graphs,
+                                             Ranks{static_cast<int>(rank), static_cast<int>(ranks)}, transport);
   const std::lock_guard<std::mutex> lock(g_mutex);
   g_sessions[g_next] = std::move(entry);
   return g_next++;
@@ -79,6 +83,17 @@ std::vector<int64_t> session_sizes(int64_t handle) {
   const Locked s(handle);
   const ModelConfig& c = s->config();
   return {c.vocab_size, c.hidden_size, c.num_layers, c.kv_lora_rank, c.qk_rope_head_dim, c.eos_id, s->context(), s->max_rows()};
+}
+
+// `name address bytes count pitch`, one tensor of this rank's part a line; addresses are of the backend's memory.
+std::string session_weights(int64_t handle) {
+  const Locked s(handle);
+  std::string lines;
+  for (const ResidentWeight& w : s->weights()) {
+    lines += w.name + " " + std::to_string(reinterpret_cast<uintptr_t>(w.resident.data)) + " " + std::to_string(w.bytes) + " " +
+             std::to_string(w.count) + " " + std::to_string(w.resident.pitch) + "\n";
+  }
+  return lines;
 }
 
 int64_t session_length(int64_t handle) { return Locked(handle)->length(); }
@@ -206,9 +221,12 @@ std::vector<int64_t> session_memory(int64_t handle) {
 }  // namespace kdtree
 
 KDTREE_LIBRARY_FRAGMENT(KDTREE_LIBRARY, m) {
-  m.def("session_open(Tensor path, Tensor label, str device, str precision, int context, int max_rows, bool poison, bool graphs) -> int");
+  m.def(
+      "session_open(Tensor path, Tensor label, str device, str precision, int context, int max_rows, bool poison, bool graphs, "
+      "int rank, int ranks, int all_gather, int broadcast) -> int");
   m.def("session_close(int handle) -> ()");
   m.def("session_sizes(int handle) -> int[]");
+  m.def("session_weights(int handle) -> str");
   m.def("session_length(int handle) -> int");
   m.def("session_reset(int handle) -> ()");
   m.def("session_prefill(int handle, Tensor tokens, Tensor(a!) out) -> ()");
@@ -237,6 +255,7 @@ KDTREE_LIBRARY_IMPL(KDTREE_LIBRARY, m) {
   m.impl("session_open", TORCH_BOX(&kdtree::session_open));
   m.impl("session_close", TORCH_BOX(&kdtree::session_close));
   m.impl("session_sizes", TORCH_BOX(&kdtree::session_sizes));
+  m.impl("session_weights", TORCH_BOX(&kdtree::session_weights));
   m.impl("session_length", TORCH_BOX(&kdtree::session_length));
   m.impl("session_reset", TORCH_BOX(&kdtree::session_reset));
   m.impl("session_prefill", TORCH_BOX(&kdtree::session_prefill));

@@ -97,8 +97,8 @@ std::string backend_counters(int64_t handle) {
 void embed(int64_t handle, Tensor out, Tensor table, std::vector<Tensor> rows, Tensor state) {
   Backend& b = backend(handle);
   const Rows r = rows_of(rows);
-  b.embed({sized<float>(out, static_cast<int64_t>(r.max_rows) * dim(table, 1), "out"), weight_of(table, dim(table, 1)), r,
-           &step_state(state)->n_rows});
+  b.embed({sized<float>(out, static_cast<int64_t>(r.max_rows) * dim(table, 1), "out"), weight_of(table, dim(table, 1)),
+           dim(table, 1), r, &step_state(state)->n_rows});
   wait(b, state);
 }
 

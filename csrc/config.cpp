@@ -148,6 +148,19 @@ ModelConfig read_config(const KdtrView& file) {
   return config;
 }
 
+void check_ranks(const ModelConfig& c, int ranks, const std::string& label) {
+  const auto need = [&](const char* field, int value, bool used) {
+    if (!used || value % ranks == 0) return;
+    throw Error("ConfigError", label + ": " + field + ": " + std::to_string(ranks) + " ranks cannot share " + std::to_string(value) +
+                                   " evenly; take a number of ranks that divides it");
+  };
+  need("num_heads", c.num_heads, true);
+  need("hidden_size", c.hidden_size, true);
+  need("vocab_size", c.vocab_size, true);
+  need("intermediate_size", c.intermediate_size, c.first_k_dense > 0);
+  need("moe_intermediate_size", c.moe_intermediate_size, c.has_moe());
+}
+
 std::vector<float> rope_table(const ModelConfig& c, int first, int positions) {
   const double pi = 3.14159265358979323846, d = c.qk_rope_head_dim;
   const int pairs = c.qk_rope_head_dim / 2;

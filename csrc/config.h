@@ -28,6 +28,9 @@ struct ModelConfig {
 // ConfigError (`FILE: FIELD: reason`) for a field that is unknown, missing, of the wrong kind or out of range.
 ModelConfig read_config(const KdtrView& file);
 
+// ConfigError naming the field unless `ranks` divides what they share: heads, inner sizes, hidden size, vocabulary.
+void check_ranks(const ModelConfig& config, int ranks, const std::string& label);
+
 // cos and sin of the positions first, first + 1, ...: [positions, P/2, 2], computed in double, YaRN and its amplitude included.
 std::vector<float> rope_table(const ModelConfig& config, int first, int positions);
 

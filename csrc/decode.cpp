@@ -87,11 +87,12 @@ void Session::prefill_bonus() {
       upload_state(length_, 1);
       forward_->head(1, last);
       select(1, last, request_.temperature);
+      share(step_->chosen());
     }
     check_fault("prefill");
     length_ += static_cast<int>(n);
   }
-  backend_->download(&state_.bonus, choice_.get(), sizeof(int32_t));
+  backend_->download(&state_.bonus, step_->choice.get(), sizeof(int32_t));
   if (!request_.record) return;
   first_logits_.resize(static_cast<size_t>(config_.vocab_size));
   backend_->download(first_logits_.data(), forward_->logits(), sizeof(float) * first_logits_.size());
@@ -135,23 +136,55 @@ int64_t Session::begin(const DecodeRequest& request) {
 void Session::forward_round() {
   const kdtree::Rows rows = forward_->rows(width_);
   StepState* state = forward_->state();
-  if (request_.tree) {
+  const bool lead = collective_.ranks().lead();
+  if (lead && request_.tree) {
     backend_->tree_build({draft_.f32(), config_.vocab_size, block_of(request_), width_ - 1, config_.eos_id, forward_->scratch(), rows,
                           static_cast<double*>(scores_.get()), state});
-  } else {
+  } else if (lead) {
     backend_->tree_root(rows, state);
   }
+  share(step_->planned());
   forward_->layers(width_, keys_);
   forward_->head(width_);
   select(width_, 0, request_.temperature);
-  backend_->accept({rows, choice_.i32(), config_.eos_id, accepted_.i32(), static_cast<RoundOut*>(out_.get()), state});
+  if (lead) {
+    backend_->accept({rows, step_->choice.i32(), config_.eos_id, step_->accepted.i32(), static_cast<RoundOut*>(step_->out.get()), state});
+  }
+  share(step_->decided());
   if (request_.record) {
     const int entries = static_cast<int>(logit_log_.bytes() / (sizeof(float) * static_cast<size_t>(config_.vocab_size)));
-    backend_->record({logit_log_.f32(), forward_->logits(), config_.vocab_size, 0, entries, accepted_.i32(), width_, state});
-    backend_->record_tree({tree_log_.i32(), entries, width_, rows, accepted_.i32(), state});
+    backend_->record({logit_log_.f32(), forward_->logits(), config_.vocab_size, 0, entries, step_->accepted.i32(), width_, state});
+    backend_->record_tree({tree_log_.i32(), entries, width_, rows, step_->accepted.i32(), state});
   }
   backend_->kv_commit({forward_->cache().data(), config_.num_layers, config_.kv_lora_rank, config_.qk_rope_head_dim,
-                       accepted_.i32(), width_, forward_->scratch(), state});
+                       step_->accepted.i32(), width_, forward_->scratch(), state});
+  if (!collective_.ranks().alone()) sum_round();
+}
+
+// What this rank holds of the round - its logits, and the decisions it was given - as one number, and every other rank's beside it.
+void Session::sum_round() {
+  auto* sum = static_cast<uint64_t*>(sum_.get());
+  backend_->fill_zero(sum, sizeof *sum);
+  backend_->checksum({sum, forward_->logits(), static_cast<size_t>(config_.vocab_size), width_, &forward_->state()->n_rows});
+  backend_->checksum({sum, step_->out.get(), sizeof(RoundOut) / 4, 1, nullptr});
+  backend_->checksum({sum, step_->tokens.get(), 1, width_, &forward_->state()->n_rows});
+  collective_.all_gather(sums_.get(), sum, sizeof *sum);
+}
+
+void Session::compare_round(double seconds) {
+  std::vector<uint64_t> sums(static_cast<size_t>(collective_.ranks().count));
+  backend_->download(sums.data(), sums_.get(), sizeof(uint64_t) * sums.size());
+  std::string apart;
+  for (size_t r = 1; r < sums.size(); ++r) {
+    if (sums[r] != sums[0]) apart += (apart.empty() ? "" : ", ") + std::to_string(r);
+  }
+  if (apart.empty()) {
+    scrub_->next(seconds);
+    return;
+  }
+  scrub_->all();  // a rank whose weights are to blame says so itself
+  throw Error("RankDiverged", "round " + std::to_string(result_.accepted_per_round.size()) +
+                                  ": the checksum over tokens and logits of rank " + apart + " is not that of rank 0");
 }
 
 std::vector<int32_t> Session::round(int64_t ticket) {
@@ -160,7 +193,7 @@ std::vector<int32_t> Session::round(int64_t ticket) {
   const auto start = Clock::now();
   backend_->step(key_, [this] { forward_round(); });
   std::vector<unsigned char> raw(sizeof(RoundOut) + sizeof(int32_t) * static_cast<size_t>(width_));
-  backend_->download(raw.data(), out_.get(), raw.size());
+  backend_->download(raw.data(), step_->out.get(), raw.size());
   RoundOut out;
   std::memcpy(&out, raw.data(), sizeof out);
   if (out.error != kFaultNone) {
@@ -169,6 +202,7 @@ std::vector<int32_t> Session::round(int64_t ticket) {
   }
   std::vector<int32_t> tokens(static_cast<size_t>(out.n_accepted));
   std::memcpy(tokens.data(), raw.data() + offsetof(RoundOut, tokens), sizeof(int32_t) * tokens.size());
+  if (scrub_ != nullptr) compare_round(seconds_since(start));
   length_ = out.kv_len;
   running_ = out.done == 0;
   result_.eos = out.done == 2;

@@ -2,13 +2,15 @@
 //
 // Requests are checked before anything runs. A fault found by the backend during a step raises the error of its name; committed
 // rows are then as they were before the call (prefill, verify) or forgotten (decode), and the session goes on being usable.
-// Not thread-safe: callers serialise.
+// Not thread-safe: callers serialise. With several ranks every rank has a session and makes the same calls; trees, choices and
+// acceptance are the lead's, broadcast to the others, and after each round a checksum over tokens and logits is compared.
 #pragma once
 #include <memory>
 #include <string>
 #include <vector>
 
 #include "model.h"
+#include "scrub.h"
 
 namespace kdtree {
 
@@ -35,13 +37,14 @@ class Session {
  public:
   // context 0: the model's max_context.
   Session(std::unique_ptr<Backend> backend, std::shared_ptr<const KdtrFile> file, WeightKind experts, int64_t context,
-          int64_t max_rows, bool graphs);
+          int64_t max_rows, bool graphs, Ranks ranks = {}, Transport transport = {});
 
   const ModelConfig& config() const { return config_; }
   Backend& backend() { return *backend_; }
   int length() const { return length_; }
   int max_rows() const { return max_rows_; }
   int context() const { return context_; }
+  const std::vector<ResidentWeight>& weights() const { return weights_.resident; }
   void reset();
 
   // Commits the tokens after what is there; logits: host [n, V] or null.
@@ -87,7 +90,10 @@ class Session {
   void upload_rows(const Rows& rows);
   void upload_state(int kv_len, int n_rows);
   void run(const Rows& rows, bool graph, bool head, const Tap* tap);  // rows at length_, then the fault check
-  void select(int width, int first, double temperature);
+  void select(int width, int first, double temperature);  // on the lead
+  void share(const StepMemory::Span& span);                // the lead's, to every rank
+  void sum_round();
+  void compare_round(double seconds);
   void check_fault(const char* what);
   [[noreturn]] void raise(int fault, int row, int detail, const char* what) const;
   Rows chain(const std::vector<int32_t>& tokens, size_t from, size_t count) const;
@@ -104,8 +110,12 @@ class Session {
   ModelConfig config_;
   ModelWeights weights_;
   int context_, max_rows_;
+  Collective collective_;
+  std::unique_ptr<StepMemory> step_;
+  std::unique_ptr<Scrub> scrub_;  // with several ranks
   std::unique_ptr<Forward> forward_;
-  Buffer choice_, accepted_, scores_, out_;
+  Buffer scores_;
+  Buffer sum_, sums_;             // this rank's checksum of a round, and every rank's
   Buffer draft_, logit_log_, tree_log_;  // grown on demand, kept between decodes
   int length_ = 0;
   StepState state_{};          // what the next step starts from

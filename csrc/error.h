@@ -8,7 +8,7 @@ namespace kdtree {
 class Error : public std::runtime_error {
  public:
   // name: FormatError, ConfigError, MissingTensor, TokenError, ContextOverflow, RequestError, DrafterError,
-  //       NonFiniteError, DeviceError, OutOfMemory
+  //       NonFiniteError, DeviceError, OutOfMemory, RankError, RankDiverged
   Error(const std::string& name, const std::string& text) : std::runtime_error(name + ": " + text) {}
 };
 

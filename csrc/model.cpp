@@ -10,24 +10,53 @@ constexpr int kRopeChunk = 8192;  // positions computed on the host at a time, s
 
 }  // namespace
 
-Forward::Forward(Backend& backend, const ModelConfig& config, const ModelWeights& weights, int context, int max_rows)
-    : backend_(backend), config_(config), weights_(weights), context_(context), max_rows_(max_rows), slots_(context + max_rows) {
+StepMemory::StepMemory(Backend& backend, int max_rows, Ranks ranks) {
+  const size_t m = static_cast<size_t>(max_rows);
+  const struct {
+    Buffer& buffer;
+    size_t bytes;
+    const char* what;
+  } parts[] = {{out, sizeof(RoundOut) + sizeof(int32_t) * m, "round"}, {accepted, sizeof(int32_t) * m, "accepted"},
+               {choice, sizeof(int32_t) * m, "choice"},                {state, sizeof(StepState), "state"},
+               {tokens, sizeof(int32_t) * m, "rows.tokens"},           {parents, sizeof(int32_t) * m, "rows.parents"},
+               {depths, sizeof(int32_t) * m, "rows.depths"},           {path, sizeof(int32_t) * m * m, "rows.path"}};
+  const auto padded = [](size_t bytes) { return (bytes + 63) / 64 * 64; };
+  size_t total = 0;
+  for (const auto& part : parts) total += padded(part.bytes);
+  if (!ranks.alone()) block_ = Buffer(backend, total, "step");
+  auto* at = static_cast<unsigned char*>(block_.get());
+  for (const auto& part : parts) {
+    part.buffer = ranks.alone() ? Buffer(backend, part.bytes, part.what) : Buffer::view(at, part.bytes);
+    at += ranks.alone() ? 0 : padded(part.bytes);
+  }
+}
+
+StepMemory::Span StepMemory::span(const Buffer& first, const Buffer& last) {
+  auto* from = static_cast<unsigned char*>(first.get());
+  return {from, static_cast<size_t>(static_cast<unsigned char*>(last.get()) + last.bytes() - from)};
+}
+
+Forward::Forward(Backend& backend, const ModelConfig& config, const ModelWeights& weights, const StepMemory& step,
+                 Collective& collective, int context, int max_rows)
+    : backend_(backend),
+      config_(config),
+      weights_(weights),
+      step_(step),
+      collective_(collective),
+      context_(context),
+      max_rows_(max_rows),
+      slots_(context + max_rows) {
   const size_t m = static_cast<size_t>(max_rows);
   const auto floats = [&](int dim, const char* what) { return Buffer(backend, sizeof(float) * m * static_cast<size_t>(dim), what); };
   const auto ints = [&](size_t n, const char* what) { return Buffer(backend, sizeof(int32_t) * n, what); };
   const ModelConfig& c = config;
-  state_ = Buffer(backend, sizeof(StepState), "state");
-  tokens_ = ints(m, "rows.tokens");
-  parents_ = ints(m, "rows.parents");
-  depths_ = ints(m, "rows.depths");
-  path_ = ints(m * m, "rows.path");
   x_ = floats(c.hidden_size, "residual");
   q_a_ = floats(c.q_lora_rank, "q_a");
   kv_ = floats(c.kv_width(), "kv");
-  q_ = floats(c.q_width(), "q");
-  q_lat_ = floats(c.num_heads * c.kv_lora_rank, "q_lat");
-  q_rope_ = floats(c.num_heads * c.qk_rope_head_dim, "q_rope");
-  o_lat_ = floats(c.num_heads * c.kv_lora_rank, "o_lat");
+  q_ = floats(share(c.q_width()), "q");
+  q_lat_ = floats(share(c.num_heads) * c.kv_lora_rank, "q_lat");
+  q_rope_ = floats(share(c.num_heads) * c.qk_rope_head_dim, "q_rope");
+  o_lat_ = floats(share(c.num_heads) * c.kv_lora_rank, "o_lat");
   o_ = floats(c.o_width(), "o");
   logits_ = floats(c.vocab_size, "logits");
   size_t scratch = 0;
@@ -54,6 +83,15 @@ Forward::Forward(Backend& backend, const ModelConfig& config, const ModelWeights
     need(backend.moe_scratch(max_rows, c.num_experts_per_tok, c.n_routed_experts, c.moe_intermediate_size, c.hidden_size));
   }
   scratch_ = Buffer(backend, scratch, "scratch");
+  if (!alone()) {
+    const int acts = c.has_moe() ? c.num_experts_per_tok * c.moe_intermediate_size + c.shared_inner() : 0;
+    const int act = std::max(acts, c.first_k_dense > 0 ? c.intermediate_size : 0);
+    x_part_ = floats(share(c.hidden_size), "rank.residual");
+    o_part_ = floats(share(c.o_width()), "rank.o");
+    act_part_ = floats(share(act), "rank.act");
+    logits_part_ = floats(share(c.vocab_size), "rank.logits");
+    gathered_ = floats(std::max({act, c.hidden_size, c.o_width(), c.q_width(), c.num_heads * c.kv_lora_rank, c.vocab_size}), "gathered");
+  }
   for (int i = 0; i < c.num_layers; ++i) {
     const size_t slots = static_cast<size_t>(slots_);
     latent_.emplace_back(backend, sizeof(float) * slots * c.kv_lora_rank, "cache.latent");
@@ -79,12 +117,46 @@ bool Forward::need_scratch(size_t bytes) {
 
 MlaDims Forward::dims() const {
   const ModelConfig& c = config_;
-  return {c.num_heads, c.kv_lora_rank, c.qk_nope_head_dim, c.qk_rope_head_dim, c.v_head_dim};
+  return {share(c.num_heads), c.kv_lora_rank, c.qk_nope_head_dim, c.qk_rope_head_dim, c.v_head_dim};
 }
 
 Rows Forward::rows(int width, int first) const {
-  return {tokens_.i32() + first, parents_.i32() + first, depths_.i32() + first,
-          path_.i32() + static_cast<size_t>(first) * max_rows_, max_rows_, width};
+  return {step_.tokens.i32() + first, step_.parents.i32() + first, step_.depths.i32() + first,
+          step_.path.i32() + static_cast<size_t>(first) * max_rows_, max_rows_, width};
+}
+
+void Forward::gather(void* whole, const void* part, int width, size_t row_bytes) {
+  if (alone()) return;
+  const size_t bytes = row_bytes * static_cast<size_t>(width);
+  if (width == 1) {  // one row of each rank after the other is the row
+    collective_.all_gather(whole, part, bytes);
+    return;
+  }
+  collective_.all_gather(gathered_.get(), part, bytes);
+  backend_.unshard({gathered_.get(), bytes, collective_.ranks().count, {{whole, 0, row_bytes, 1}, {}}, 1, width, n_rows()});
+}
+
+// One exchange for the routed and the shared experts.
+void Forward::gather_acts(int width) {
+  const ModelConfig& c = config_;
+  const size_t routed = operand() * static_cast<size_t>(share(c.moe_intermediate_size));
+  const size_t shared = operand() * static_cast<size_t>(share(c.shared_inner()));
+  const size_t first = routed * static_cast<size_t>(width) * c.num_experts_per_tok, bytes = first + shared * static_cast<size_t>(width);
+  collective_.all_gather(gathered_.get(), act_part_.get(), bytes);
+  backend_.unshard({gathered_.get(), bytes, collective_.ranks().count,
+                    {{expert_act_.get(), 0, routed, c.num_experts_per_tok}, {shared_act_.get(), first, shared, 1}},
+                    shared > 0 ? 2 : 1, width, n_rows()});
+}
+
+void Forward::show(const Tap& tap, const std::string& name, const void* part, int width, int dim) {
+  if (alone()) {
+    tap(name, part, dim, false);
+    return;
+  }
+  const size_t row = sizeof(float) * static_cast<size_t>(dim);
+  const Buffer whole(backend_, row * static_cast<size_t>(width), "tap");
+  gather(whole.get(), part, width, row / static_cast<size_t>(collective_.ranks().count));
+  tap(name, whole.get(), dim, false);
 }
 
 void Forward::linear(int width, const float* x, const float* norm, double eps,
@@ -108,7 +180,8 @@ void Forward::linear(int width, const float* x, const float* norm, double eps,
 }
 
 void Forward::layers(int width, int max_keys, const Tap* tap, int kv_len) {
-  backend_.embed({x_.f32(), weights_.embed, rows(width), n_rows()});
+  backend_.embed({residual(), weights_.embed, weights_.embed_stride, rows(width), n_rows()});
+  gather_residual(width);
   if (tap != nullptr) (*tap)("embed", x_.get(), config_.hidden_size, false);
   for (int i = 0; i < config_.num_layers; ++i) {
     attention(i, width, max_keys, tap, kv_len);
@@ -132,28 +205,32 @@ void Forward::attention(int layer, int width, int max_keys, const Tap* tap, int 
                         q_lat_.f32(), q_rope_.f32(), cache, rows(width), state()});
   backend_.mla_attention({d, static_cast<float>(c.attention_scale()), q_lat_.f32(), q_rope_.f32(), cache, o_lat_.f32(), max_keys,
                           scratch(), rows(width), state()});
-  backend_.mla_value({d, o_lat_.f32(), w.kv_b, o_.f32(), width, n_rows()});
-  linear(width, o_.f32(), nullptr, 0.0, {{&w.o, x_.f32()}}, Epilogue::kResidual);
+  float* o = alone() ? o_.f32() : o_part_.f32();
+  backend_.mla_value({d, o_lat_.f32(), w.kv_b, o, width, n_rows()});
+  gather(o_.get(), o, width, operand() * static_cast<size_t>(d.heads) * d.v);
+  linear(width, o_.f32(), nullptr, 0.0, {{&w.o, residual()}}, Epilogue::kResidual);
+  gather_residual(width);
   if (tap == nullptr) return;
-  const auto show = [&](const char* name, const void* p, int dim) {
-    (*tap)("layers." + std::to_string(layer) + ".mla." + name, p, dim, false);
-  };
-  show("q_a", q_a_.f32(), c.q_lora_rank);
-  show("kv", kv_.f32(), c.kv_width());
-  show("q", q_.f32(), c.q_width());
-  show("q_lat", q_lat_.f32(), d.heads * d.rank);
-  show("q_rope", q_rope_.f32(), d.heads * d.rope);
-  show("latent", static_cast<const float*>(cache.latent) + static_cast<size_t>(kv_len) * d.rank, d.rank);
-  show("k_rope", static_cast<const float*>(cache.k_rope) + static_cast<size_t>(kv_len) * d.rope, d.rope);
-  show("o_lat", o_lat_.f32(), d.heads * d.rank);
-  show("o", o_.f32(), d.heads * d.v);
-  show("out", x_.f32(), c.hidden_size);
+  const std::string at = "layers." + std::to_string(layer) + ".mla.";
+  (*tap)(at + "q_a", q_a_.get(), c.q_lora_rank, false);
+  (*tap)(at + "kv", kv_.get(), c.kv_width(), false);
+  show(*tap, at + "q", q_.get(), width, c.q_width());
+  show(*tap, at + "q_lat", q_lat_.get(), width, c.num_heads * d.rank);
+  show(*tap, at + "q_rope", q_rope_.get(), width, c.num_heads * d.rope);
+  (*tap)(at + "latent", static_cast<const float*>(cache.latent) + static_cast<size_t>(kv_len) * d.rank, d.rank, false);
+  (*tap)(at + "k_rope", static_cast<const float*>(cache.k_rope) + static_cast<size_t>(kv_len) * d.rope, d.rope, false);
+  show(*tap, at + "o_lat", o_lat_.get(), width, c.num_heads * d.rank);
+  (*tap)(at + "o", o_.get(), c.o_width(), false);
+  (*tap)(at + "out", x_.get(), c.hidden_size, false);
 }
 
 void Forward::dense(int layer, int width, const Tap* tap) {
   const LayerWeights& w = weights_.layers[layer];
-  linear(width, x_.f32(), w.mlp_norm, config_.rms_norm_eps, {{&w.gate, act_.f32()}, {&w.up, act_.f32()}}, Epilogue::kSiluMul);
-  linear(width, act_.f32(), nullptr, 0.0, {{&w.down, x_.f32()}}, Epilogue::kResidual);
+  float* act = alone() ? act_.f32() : act_part_.f32();
+  linear(width, x_.f32(), w.mlp_norm, config_.rms_norm_eps, {{&w.gate, act}, {&w.up, act}}, Epilogue::kSiluMul);
+  gather(act_.get(), act, width, operand() * static_cast<size_t>(share(config_.intermediate_size)));
+  linear(width, act_.f32(), nullptr, 0.0, {{&w.down, residual()}}, Epilogue::kResidual);
+  gather_residual(width);
   if (tap != nullptr) (*tap)("layers." + std::to_string(layer) + ".mlp.act", act_.get(), config_.intermediate_size, false);
 }
 
@@ -164,9 +241,23 @@ void Forward::moe(int layer, int width, const Tap* tap) {
   linear(width, x_.f32(), w.mlp_norm, c.rms_norm_eps, {{&w.router, router_logits_.f32()}}, Epilogue::kStore);
   backend_.router({router_logits_.f32(), w.router_bias, c.n_routed_experts, k, c.n_group, c.topk_group, c.norm_topk_prob != 0,
                    static_cast<float>(c.routed_scaling_factor), ids_.i32(), expert_weights_.f32(), layer, width, state()});
-  backend_.moe({x_.f32(), c.hidden_size, w.mlp_norm, static_cast<float>(c.rms_norm_eps), ids_.i32(), expert_weights_.f32(), k,
-                w.expert_gate, w.expert_up, w.expert_down, w.shared_gate, w.shared_up, w.shared_down, expert_act_.f32(),
-                shared_act_.f32(), x_.f32(), scratch(), width, n_rows()});
+  MoeArgs experts{x_.f32(), c.hidden_size, w.mlp_norm, static_cast<float>(c.rms_norm_eps), ids_.i32(), expert_weights_.f32(), k,
+                  w.expert_gate, w.expert_up, w.expert_down, w.shared_gate, w.shared_up, w.shared_down, expert_act_.f32(),
+                  shared_act_.f32(), residual(), scratch(), width, n_rows()};
+  if (alone()) {
+    backend_.moe(experts);
+  } else {
+    experts.phase = MoePhase::kGateUp;
+    experts.act = act_part_.f32();
+    experts.shared_act = static_cast<char*>(act_part_.get()) + operand() * static_cast<size_t>(width) * k * share(c.moe_intermediate_size);
+    backend_.moe(experts);
+    gather_acts(width);
+    experts.phase = MoePhase::kDown;
+    experts.act = expert_act_.f32();
+    experts.shared_act = shared_act_.f32();
+    backend_.moe(experts);
+    gather_residual(width);
+  }
   if (tap == nullptr) return;
   const std::string at = "layers." + std::to_string(layer) + ".moe.";
   (*tap)(at + "router_logits", router_logits_.get(), c.n_routed_experts, false);
@@ -178,7 +269,8 @@ void Forward::moe(int layer, int width, const Tap* tap) {
 
 void Forward::head(int width, int first) {
   linear(width, x_.f32() + static_cast<size_t>(first) * config_.hidden_size, weights_.final_norm, config_.rms_norm_eps,
-         {{&weights_.lm_head, logits_.f32()}}, Epilogue::kStore);
+         {{&weights_.lm_head, alone() ? logits_.f32() : logits_part_.f32()}}, Epilogue::kStore);
+  gather(logits_.get(), logits_part_.get(), width, sizeof(float) * static_cast<size_t>(share(config_.vocab_size)));
 }
 
 }  // namespace kdtree

@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "collective.h"
 #include "config.h"
 #include "kdtr.h"
 #include "ops.h"
@@ -24,7 +25,14 @@ class Buffer {
     return *this;
   }
   ~Buffer() {
-    if (p_ != nullptr) backend_->free(p_);
+    if (backend_ != nullptr) backend_->free(p_);
+  }
+  // A part of another buffer, which must outlive it.
+  static Buffer view(void* p, size_t bytes) {
+    Buffer made;
+    made.p_ = p;
+    made.bytes_ = bytes;
+    return made;
   }
   size_t bytes() const { return bytes_; }
   void* get() const { return p_; }
@@ -53,14 +61,46 @@ struct LayerWeights {
   bool moe;
 };
 
-struct ModelWeights {
-  Weight embed, lm_head;
-  const float* final_norm;
-  std::vector<LayerWeights> layers;
+// Weights as they lie in a rank's memory: `count` blocks of `bytes`, resident.pitch bytes apart.
+struct ResidentWeight {
+  std::string name;
+  Resident resident;
+  size_t bytes, count;
 };
 
-// MissingTensor if a tensor is absent or has another type or shape. The file must outlive what is returned.
-ModelWeights load_weights(Backend& backend, const KdtrView& file, const ModelConfig& config, WeightKind experts);
+// A rank's part of the model: whole norms, router, q_a and kv_a; its heads of q_b and kv_b; its share of the outputs of every other
+// matrix; and of embed its share of the columns, so that what is looked up is its part of the residual stream.
+struct ModelWeights {
+  Weight embed, lm_head;
+  int embed_stride;  // values from one token's row to the next
+  const float* final_norm;
+  std::vector<LayerWeights> layers;
+  std::vector<ResidentWeight> resident;  // all of the above
+};
+
+// MissingTensor if a tensor is absent or has another type or shape; no data outside the rank's part is read. The file must outlive
+// what is returned.
+ModelWeights load_weights(Backend& backend, const KdtrView& file, const ModelConfig& config, WeightKind experts, Ranks ranks);
+
+// What a step is about, and what came of it. With several ranks all of it is one buffer, so that the lead hands over its decisions
+// in one broadcast; alone, every array stands between guard zones of its own.
+class StepMemory {
+ public:
+  StepMemory(Backend& backend, int max_rows, Ranks ranks);
+
+  Buffer out, accepted, choice, state, tokens, parents, depths, path;
+  struct Span {
+    void* at;
+    size_t bytes;
+  };
+  Span chosen() const { return span(choice, state); }  // after a choice
+  Span decided() const { return span(out, state); }    // after an accept
+  Span planned() const { return span(state, path); }   // before a forward
+
+ private:
+  static Span span(const Buffer& first, const Buffer& last);
+  Buffer block_;
+};
 
 // Called after an operation with the rows it wrote: name, address in the backend's memory, values a row, whether they are i32.
 using Tap = std::function<void(const std::string& name, const void* rows, int dim, bool is_int)>;
@@ -68,7 +108,8 @@ using Tap = std::function<void(const std::string& name, const void* rows, int di
 // The rows of a step and everything computed from them, for steps of up to max_rows rows in a cache of `context` positions.
 class Forward {
  public:
-  Forward(Backend& backend, const ModelConfig& config, const ModelWeights& weights, int context, int max_rows);
+  Forward(Backend& backend, const ModelConfig& config, const ModelWeights& weights, const StepMemory& step, Collective& collective,
+          int context, int max_rows);
 
   // From rows (and state) to the residual stream after the last layer. width: bound on the rows of this step; max_keys: on the
   // keys a row sees. A tap needs kv_len, the position of row 0, to find the cache rows.
@@ -78,7 +119,7 @@ class Forward {
   void head(int width, int first = 0);
 
   Rows rows(int width, int first = 0) const;
-  StepState* state() const { return static_cast<StepState*>(state_.get()); }
+  StepState* state() const { return static_cast<StepState*>(step_.state.get()); }
   float* logits() const { return logits_.f32(); }
   const std::vector<MlaCache>& cache() const { return cache_; }
   void* scratch() const { return scratch_.get(); }
@@ -93,16 +134,30 @@ class Forward {
   void moe(int layer, int width, const Tap* tap);
   void linear(int width, const float* x, const float* norm, double eps, std::vector<std::pair<const Weight*, float*>> parts,
               Epilogue epilogue);
+  // This rank's part of the residual stream: what products are added to. Alone it is the whole.
+  float* residual() const { return alone() ? x_.f32() : x_part_.f32(); }
+  // A rank's rows side by side with the others': whole [width, ranks * row_bytes]. Nothing to do alone, where part is whole.
+  void gather(void* whole, const void* part, int width, size_t row_bytes);
+  void gather_residual(int width) { gather(x_.get(), residual(), width, sizeof(float) * static_cast<size_t>(share(config_.hidden_size))); }
+  void gather_acts(int width);
+  // For taps: rows of which this rank has computed its share.
+  void show(const Tap& tap, const std::string& name, const void* part, int width, int dim);
+  size_t operand() const { return sizeof(float); }  // bytes of a value that only products read
+  int share(int n) const { return n / collective_.ranks().count; }
+  bool alone() const { return collective_.ranks().alone(); }
   const int32_t* n_rows() const { return &state()->n_rows; }
-  MlaDims dims() const;
+  MlaDims dims() const;  // heads: this rank's
 
   Backend& backend_;
   const ModelConfig& config_;
   const ModelWeights& weights_;
+  const StepMemory& step_;
+  Collective& collective_;
   const int context_, max_rows_, slots_;
-  Buffer state_, tokens_, parents_, depths_, path_, cos_sin_;
+  Buffer cos_sin_;
   Buffer x_, q_a_, kv_, q_, q_lat_, q_rope_, o_lat_, o_, act_, logits_;
   Buffer router_logits_, ids_, expert_weights_, expert_act_, shared_act_;
+  Buffer x_part_, act_part_, o_part_, logits_part_, gathered_;  // with several ranks: what a rank computes, and what a gather leaves
   Buffer scratch_;
   std::vector<Buffer> latent_, k_rope_;
   std::vector<MlaCache> cache_;

@@ -3,6 +3,8 @@
 // Guarantees that every implementation gives (docs/model.md is normative for the arithmetic):
 //   * Row invariance: what is written for row m depends on row m's inputs alone, bit for bit - not on the number of
 //     rows, on the other rows, on the number of threads, or on eager execution against graph replay.
+//   * Rank invariance: nor on how many outputs, heads or experts a call computes. A rank asks for some of them, and what it gets
+//     has the bits that a call for all of them would have given.
 //   * Only rows m < *n_rows are written (n_rows lives in the backend's memory, so that a captured graph can be replayed with
 //     another count); max_rows is the static bound that sizes launches.
 //   * Pointers are in the backend's memory (host memory for the CPU). Row-major, leading dimensions in elements; f32 where the type
@@ -68,13 +70,15 @@ enum class Numerics : int32_t { kF32 = 0, kBf16 = 1 };
 
 enum class WeightKind : int32_t { kF32 = 0, kInt4 = 1, kBf16 = 2 };
 
-// A matrix [n, k] (out, in); or e such matrices one after the other, for experts. kF32 goes with Numerics::kF32, kBf16 with
-// kBf16, kInt4 with either.
+// A matrix [n, k] (out, in); or e such matrices, for experts, which begin step() rows apart. kF32 goes with Numerics::kF32, kBf16
+// with kBf16, kInt4 with either.
 struct Weight {
   WeightKind kind = WeightKind::kF32;
   const void* data = nullptr;        // f32 or bf16 [e, n, k], or nibbles u8 [e, n, 16*ceil(k/32)]
   const uint16_t* scale = nullptr;   // int4: bf16 [e, n, ceil(k/32)]
   int n = 0, k = 0, e = 1;
+  int stride = 0;                    // rows from one of the e to the next where they do not follow each other, else 0
+  int step() const { return stride != 0 ? stride : n; }
 };
 
 enum class Epilogue : int32_t {
@@ -94,8 +98,8 @@ struct LinearArgs {
   Numerics numerics = Numerics::kF32;
 };
 
-struct EmbedArgs {  // out[m] = table[tokens[m]]; table f32 or bf16 [vocab, dim]
-  float* out; Weight table; Rows rows; const int32_t* n_rows;
+struct EmbedArgs {  // out[m] = table[tokens[m]]: table.k values of a row, f32 or bf16; the next token's begins `stride` values later
+  float* out; Weight table; int stride; Rows rows; const int32_t* n_rows;
 };
 
 struct MlaDims { int heads, rank, nope, rope, v; Numerics numerics = Numerics::kF32; };
@@ -136,18 +140,43 @@ struct RouterArgs {  // logits are the router's linear output
   int layer; int max_rows; StepState* state;
 };
 
+// gate.n may be a part of the experts' inner size and down.n a part of dim: then a rank does each phase for itself, with an exchange
+// of act and shared_act between them.
+enum class MoePhase : int32_t { kBoth = 0, kGateUp = 1, kDown = 2 };
+
 struct MoeArgs {
   const float* x; int dim;          // residual stream [M, dim]
   const float* norm_w; float eps;
   const int32_t* ids; const float* weights; int top_k;
   Weight gate, up, down;            // e experts
   Weight shared_gate, shared_up, shared_down;  // n == 0: no shared expert
-  void* act;                        // [M, top_k, gate.n]   silu(gate)*up of every chosen expert
-  void* shared_act;                 // [M, shared_gate.n]
-  float* out;                       // [M, dim], += ; may be x itself
+  void* act;                        // [M, top_k, gate.n]   silu(gate)*up of every chosen expert; kDown reads [M, top_k, down.k]
+  void* shared_act;                 // [M, shared_gate.n]; kDown reads [M, shared_down.k]
+  float* out;                       // [M, down.n], += ; may be x itself
   void* scratch;                    // moe_scratch(...) bytes
   int max_rows; const int32_t* n_rows;
   Numerics numerics = Numerics::kF32;
+  MoePhase phase = MoePhase::kBoth;
+};
+
+// What an all-gather leaves - one rank's rows after the other's - put side by side: row i of dst is row i of rank 0, then of rank 1, ...
+struct UnshardArgs {
+  struct Part {
+    void* dst;         // [per_row * M, ranks * row_bytes]
+    size_t offset;     // where the part begins in a rank's contribution, bytes
+    size_t row_bytes;  // of one rank; even
+    int per_row;       // rows of dst for every row of the step
+  };
+  const void* src; size_t rank_bytes;  // [ranks, rank_bytes]
+  int ranks;
+  Part part[2]; int parts;
+  int max_rows; const int32_t* n_rows;
+};
+
+// out += a sum over 32-bit words, mixed with their place, of the rows that count: equal data give equal sums on every backend, and
+// no order of adding changes it. n_rows null: all of them.
+struct ChecksumArgs {
+  uint64_t* out; const void* data; size_t row_words; int max_rows; const int32_t* n_rows;
 };
 
 // The choice of each row: argmax (temperature 0) or a Gumbel draw keyed by (state's seed, position, token). A NaN or an
@@ -201,6 +230,9 @@ struct RecordTreeArgs {
 
 struct MemoryInfo { size_t allocated, peak; };
 
+// Blocks of host memory that were made resident: block i at data + i*pitch bytes.
+struct Resident { const void* data; size_t pitch; };
+
 // One device's memory, operations and counters. Not thread-safe; a session owns one.
 class Backend {
  public:
@@ -210,7 +242,8 @@ class Backend {
   // Memory. alloc: 64-byte aligned, between guard zones; filled with NaN patterns when poisoned, zero otherwise.
   virtual void* alloc(size_t bytes, const char* what) = 0;
   virtual void free(void* p) = 0;
-  virtual const void* resident(const void* host, size_t bytes, const char* what) = 0;  // weights: CPU returns host itself
+  // Weights: `count` blocks of `bytes` that begin `pitch` bytes apart. The CPU leaves them where they are, a device packs them.
+  virtual Resident resident(const void* host, size_t bytes, size_t count, size_t pitch, const char* what) = 0;
   virtual void upload(void* dst, const void* host, size_t bytes) = 0;      // ordered with the operations
   virtual void download(void* host, const void* src, size_t bytes) = 0;    // waits for the operations before it
   virtual void fill_zero(void* dst, size_t bytes) = 0;
@@ -222,10 +255,14 @@ class Backend {
   virtual void set_graphs(bool on) = 0;  // off: always eager
   virtual void drop_graphs() = 0;
 
+  // Lets a library put work of its own between the operations, on the stream it is given (null for the CPU); in a step too.
+  virtual void outside(const char* counter, const std::function<void(void* stream)>& work) = 0;
+
   // Kernel launches by name since the last reset (a replay counts what it launches). Every backend has these names and may have
   // more: embed, linear_f32, linear_int4, linear_bf16, mla_prepare, mla_attention, mla_value, router, experts_f32, experts_int4,
   // experts_bf16, experts_int4_bf16 (a moe() call counts one of them by the kernel that ran; linear of INT4 under kBf16 is
-  // linear_int4_bf16, the MLA operations under kBf16 are mla_prepare_bf16 and so on), select, tree_root, tree_build, accept, kv_commit, record, record_tree.
+  // linear_int4_bf16, the MLA operations under kBf16 are mla_prepare_bf16 and so on), unshard, checksum, select, tree_root,
+  // tree_build, accept, kv_commit, record, record_tree.
   virtual std::map<std::string, uint64_t> counters() const = 0;
   virtual void reset_counters() = 0;
 
@@ -244,6 +281,8 @@ class Backend {
   virtual void mla_value(const MlaValueArgs&) = 0;
   virtual void router(const RouterArgs&) = 0;
   virtual void moe(const MoeArgs&) = 0;
+  virtual void unshard(const UnshardArgs&) = 0;
+  virtual void checksum(const ChecksumArgs&) = 0;
   virtual void select(const SelectArgs&) = 0;
   virtual void tree_root(const Rows&, StepState*) = 0;  // one row: the bonus at kv_len
   virtual void tree_build(const TreeBuildArgs&) = 0;

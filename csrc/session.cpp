@@ -20,21 +20,24 @@ int checked(int64_t value, int64_t low, int64_t high, const char* what) {
 }  // namespace
 
 Session::Session(std::unique_ptr<Backend> backend, std::shared_ptr<const KdtrFile> file, WeightKind experts, int64_t context,
-                 int64_t max_rows, bool graphs)
+                 int64_t max_rows, bool graphs, Ranks ranks, Transport transport)
     : backend_(std::move(backend)),
       file_(std::move(file)),
       config_(read_config(file_->view())),
       context_(context == 0 ? config_.max_context : checked(context, 1, config_.max_context, "context")),
-      max_rows_(checked(max_rows, 1, kMaxRows, "max_rows")) {
+      max_rows_(checked(max_rows, 1, kMaxRows, "max_rows")),
+      collective_(*backend_, ranks, transport) {
   if (context_ > std::numeric_limits<int>::max() - max_rows_) throw Error("RequestError", "context plus max_rows exceeds 2^31-1");
-  weights_ = load_weights(*backend_, file_->view(), config_, experts);
+  check_ranks(config_, ranks.count, file_->view().label());
+  weights_ = load_weights(*backend_, file_->view(), config_, experts, ranks);
   backend_->set_graphs(graphs);
-  forward_ = std::make_unique<Forward>(*backend_, config_, weights_, context_, max_rows_);
-  const size_t m = static_cast<size_t>(max_rows_);
-  choice_ = Buffer(*backend_, sizeof(int32_t) * m, "choice");
-  accepted_ = Buffer(*backend_, sizeof(int32_t) * m, "accepted");
-  scores_ = Buffer(*backend_, sizeof(double) * m, "tree.scores");
-  out_ = Buffer(*backend_, sizeof(RoundOut) + sizeof(int32_t) * m, "round");
+  step_ = std::make_unique<StepMemory>(*backend_, max_rows_, ranks);
+  forward_ = std::make_unique<Forward>(*backend_, config_, weights_, *step_, collective_, context_, max_rows_);
+  scores_ = Buffer(*backend_, sizeof(double) * static_cast<size_t>(max_rows_), "tree.scores");
+  if (ranks.alone()) return;
+  sum_ = Buffer(*backend_, sizeof(uint64_t), "rank.sum");
+  sums_ = Buffer(*backend_, sizeof(uint64_t) * static_cast<size_t>(ranks.count), "rank.sums");
+  scrub_ = std::make_unique<Scrub>(*backend_, weights_.resident, ranks);
 }
 
 void Session::reset() {
@@ -104,8 +107,13 @@ int Session::keys_bound(int64_t keys) const {
 }
 
 void Session::select(int width, int first, double temperature) {
-  backend_->select({forward_->logits(), config_.vocab_size, temperature, choice_.i32(), forward_->scratch(),
+  if (!collective_.ranks().lead()) return;
+  backend_->select({forward_->logits(), config_.vocab_size, temperature, step_->choice.i32(), forward_->scratch(),
                     forward_->rows(width, first), forward_->state()});
+}
+
+void Session::share(const StepMemory::Span& span) {
+  if (!collective_.ranks().alone()) collective_.broadcast(span.at, span.bytes);
 }
 
 void Session::raise(int fault, int row, int detail, const char* what) const {
@@ -135,6 +143,7 @@ void Session::run(const Rows& rows, bool graph, bool head, const Tap* tap) {
     if (!head) return;
     forward_->head(width);
     select(width, 0, 0.0);  // finds NaN and infinity among the logits
+    share(step_->chosen());
   };
   if (graph) {
     backend_->step("rows/" + std::to_string(width) + "/" + std::to_string(keys), body);
@@ -244,9 +253,9 @@ void Session::commit(const std::vector<int32_t>& path) {
   const auto n = static_cast<int32_t>(path.size());
   state_.n_accepted = n;
   upload_state(length_, static_cast<int>(verified_.size()));
-  backend_->upload(accepted_.get(), path.data(), sizeof(int32_t) * path.size());
+  backend_->upload(step_->accepted.get(), path.data(), sizeof(int32_t) * path.size());
   backend_->kv_commit({forward_->cache().data(), config_.num_layers, config_.kv_lora_rank, config_.qk_rope_head_dim,
-                       accepted_.i32(), max_rows_, forward_->scratch(), forward_->state()});
+                       step_->accepted.i32(), max_rows_, forward_->scratch(), forward_->state()});
   length_ += n;
   verified_.clear();
 }

@@ -1,4 +1,4 @@
-// Finds the tensors of docs/model.md in a file, checks type and shape, and makes them resident.
+// Finds the tensors of docs/model.md in a file, checks type and shape, and makes a rank's part of them resident.
 #include "model.h"
 
 namespace kdtree {
@@ -14,9 +14,13 @@ std::string text(const Shape& shape) {
 
 class Finder {
  public:
-  Finder(Backend& backend, const KdtrView& file) : backend_(backend), file_(file) {}
+  Finder(Backend& backend, const KdtrView& file, Ranks ranks, std::vector<ResidentWeight>& made)
+      : backend_(backend), file_(file), ranks_(ranks), made_(made) {}
 
-  const void* raw(const std::string& name, DType dtype, const Shape& shape) const {
+  int share(int n) const { return n / ranks_.count; }
+
+  // Of each of `count` equal blocks that the tensor consists of, this rank's part of `parts`.
+  Resident raw(const std::string& name, DType dtype, const Shape& shape, size_t count, int parts) const {
     const auto fail = [&](const std::string& reason) {
       throw Error("MissingTensor", file_.label() + ": " + name + ": " + reason);
     };
@@ -24,27 +28,46 @@ class Finder {
     if (!t) fail("the file has no such tensor");
     if (t->dtype != dtype) fail(std::string("is ") + dtype_name(t->dtype) + ", must be " + dtype_name(dtype));
     if (t->shape != shape) fail("has shape " + text(t->shape) + ", must be " + text(shape));
-    return backend_.resident(t->data, t->bytes, name.c_str());
+    const size_t pitch = t->bytes / count, bytes = pitch / static_cast<size_t>(parts);
+    const auto* first = static_cast<const unsigned char*>(t->data) + (parts > 1 ? bytes * static_cast<size_t>(ranks_.rank) : 0);
+    const Resident placed = backend_.resident(first, bytes, count, pitch, name.c_str());
+    made_.push_back({name, placed, bytes, count});
+    return placed;
   }
   const float* f32(const std::string& name, const Shape& shape) const {
-    return static_cast<const float*>(raw(name, DType::kF32, shape));
+    return static_cast<const float*>(raw(name, DType::kF32, shape, 1, 1).data);
   }
   Weight matrix(const std::string& name, int n, int k) const {
     return {WeightKind::kF32, f32(name, {u(n), u(k)}), nullptr, n, k, 1};
   }
-  // e matrices [n, k]; stem is the name without `.w`, `.qw`, `.sc`.
+  // This rank's rows of a matrix [n, k].
+  Weight rows(const std::string& name, int n, int k) const {
+    return {WeightKind::kF32, raw(name, DType::kF32, {u(n), u(k)}, 1, ranks_.count).data, nullptr, share(n), k, 1};
+  }
+  // This rank's columns of a matrix [n, k], as n matrices of one row.
+  Weight columns(const std::string& name, int n, int k) const {
+    const Resident w = raw(name, DType::kF32, {u(n), u(k)}, u(n), ranks_.count);
+    return {WeightKind::kF32, w.data, nullptr, 1, share(k), n, static_cast<int>(w.pitch / (sizeof(float) * u(share(k))))};
+  }
+  // This rank's rows of each of e matrices [n, k]; stem is the name without `.w`, `.qw`, `.sc`.
   Weight experts(const std::string& stem, int e, int n, int k, WeightKind kind) const {
-    if (kind == WeightKind::kF32) return {kind, f32(stem + ".w", {u(e), u(n), u(k)}), nullptr, n, k, e};
+    const auto stride = [&](const Resident& w, size_t row_bytes) { return static_cast<int>(w.pitch / row_bytes); };
+    if (kind == WeightKind::kF32) {
+      const Resident w = raw(stem + ".w", DType::kF32, {u(e), u(n), u(k)}, u(e), ranks_.count);
+      return {kind, w.data, nullptr, share(n), k, e, stride(w, sizeof(float) * u(k))};
+    }
     const uint64_t groups = (u(k) + 31) / 32;
-    const void* q = raw(stem + ".qw", DType::kU8, {u(e), u(n), 16 * groups});
-    const void* scale = raw(stem + ".sc", DType::kBf16, {u(e), u(n), groups});
-    return {kind, q, static_cast<const uint16_t*>(scale), n, k, e};
+    const Resident q = raw(stem + ".qw", DType::kU8, {u(e), u(n), 16 * groups}, u(e), ranks_.count);
+    const Resident scale = raw(stem + ".sc", DType::kBf16, {u(e), u(n), groups}, u(e), ranks_.count);
+    return {kind, q.data, static_cast<const uint16_t*>(scale.data), share(n), k, e, stride(q, 16 * groups)};
   }
 
  private:
   static uint64_t u(int v) { return static_cast<uint64_t>(v); }
   Backend& backend_;
   const KdtrView& file_;
+  const Ranks ranks_;
+  std::vector<ResidentWeight>& made_;
 };
 
 LayerWeights load_layer(const Finder& find, const ModelConfig& c, int index, WeightKind kind) {
@@ -57,15 +80,15 @@ LayerWeights load_layer(const Finder& find, const ModelConfig& c, int index, Wei
   w.mlp_norm = find.f32(at + "mlp_norm.w", size(d));
   w.q_a = find.matrix(at + "attn.q_a.w", c.q_lora_rank, d);
   w.q_a_norm = find.f32(at + "attn.q_a_norm.w", size(c.q_lora_rank));
-  w.q_b = find.matrix(at + "attn.q_b.w", c.q_width(), c.q_lora_rank);
+  w.q_b = find.rows(at + "attn.q_b.w", c.q_width(), c.q_lora_rank);
   w.kv_a = find.matrix(at + "attn.kv_a.w", c.kv_width(), d);
   w.kv_a_norm = find.f32(at + "attn.kv_a_norm.w", size(c.kv_lora_rank));
-  w.kv_b = find.matrix(at + "attn.kv_b.w", c.kv_b_width(), c.kv_lora_rank);
-  w.o = find.matrix(at + "attn.o.w", d, c.o_width());
+  w.kv_b = find.rows(at + "attn.kv_b.w", c.kv_b_width(), c.kv_lora_rank);
+  w.o = find.rows(at + "attn.o.w", d, c.o_width());
   if (!w.moe) {
-    w.gate = find.matrix(at + "mlp.gate.w", c.intermediate_size, d);
-    w.up = find.matrix(at + "mlp.up.w", c.intermediate_size, d);
-    w.down = find.matrix(at + "mlp.down.w", d, c.intermediate_size);
+    w.gate = find.rows(at + "mlp.gate.w", c.intermediate_size, d);
+    w.up = find.rows(at + "mlp.up.w", c.intermediate_size, d);
+    w.down = find.rows(at + "mlp.down.w", d, c.intermediate_size);
     return w;
   }
   const int e = c.n_routed_experts, inner = c.moe_intermediate_size;
@@ -75,21 +98,22 @@ LayerWeights load_layer(const Finder& find, const ModelConfig& c, int index, Wei
   w.expert_up = find.experts(at + "experts.up", e, inner, d, kind);
   w.expert_down = find.experts(at + "experts.down", e, d, inner, kind);
   if (c.n_shared_experts > 0) {
-    w.shared_gate = find.matrix(at + "shared.gate.w", c.shared_inner(), d);
-    w.shared_up = find.matrix(at + "shared.up.w", c.shared_inner(), d);
-    w.shared_down = find.matrix(at + "shared.down.w", d, c.shared_inner());
+    w.shared_gate = find.rows(at + "shared.gate.w", c.shared_inner(), d);
+    w.shared_up = find.rows(at + "shared.up.w", c.shared_inner(), d);
+    w.shared_down = find.rows(at + "shared.down.w", d, c.shared_inner());
   }
   return w;
 }
 
 }  // namespace
 
-ModelWeights load_weights(Backend& backend, const KdtrView& file, const ModelConfig& c, WeightKind experts) {
-  const Finder find(backend, file);
+ModelWeights load_weights(Backend& backend, const KdtrView& file, const ModelConfig& c, WeightKind experts, Ranks ranks) {
   ModelWeights w{};
-  w.embed = find.matrix("embed.w", c.vocab_size, c.hidden_size);
+  const Finder find(backend, file, ranks, w.resident);
+  w.embed = find.columns("embed.w", c.vocab_size, c.hidden_size);
+  w.embed_stride = w.embed.step() * w.embed.k;
   w.final_norm = find.f32("final_norm.w", {static_cast<uint64_t>(c.hidden_size)});
-  w.lm_head = find.matrix("lm_head.w", c.vocab_size, c.hidden_size);
+  w.lm_head = find.rows("lm_head.w", c.vocab_size, c.hidden_size);
   for (int i = 0; i < c.num_layers; ++i) w.layers.push_back(load_layer(find, c, i, experts));
   return w;
 }

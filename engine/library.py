@@ -26,6 +26,8 @@ _ERRORS: dict[str, type[protocol.EngineError]] = {
         protocol.NonFiniteError,
         protocol.DeviceError,
         protocol.OutOfMemory,
+        protocol.RankError,
+        protocol.RankDiverged,
     )
 }
 

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.library import library, named_errors
+from engine.ranks.member import ALONE, Member
 from harness.protocol import F32, Decoded, DecodeRequest, DrafterError, RequestError, Round, TokenError
 
 I32 = npt.NDArray[np.int32]
@@ -151,6 +152,12 @@ class CsrcSession:
             held, peak = self._ops.session_memory(self._handle)
         return held, peak
 
+    def weights(self) -> Mapping[str, tuple[int, int, int, int]]:
+        """What this rank holds of each tensor: address in the device's memory, bytes a block, blocks, pitch."""
+        with self._turn, named_errors():
+            lines = [line.split() for line in self._ops.session_weights(self._handle).splitlines()]
+        return {name: (int(at), int(size), int(count), int(pitch)) for name, at, size, count, pitch in lines}
+
     def close(self) -> None:
         """Free everything; further calls raise `RequestError`."""
         self._close()
@@ -235,11 +242,15 @@ def _round(entry: I32) -> Round:
 
 
 class CsrcEngine:
-    """A `harness.protocol.Engine`: ``csrc/`` on one device. `harness.build.BuildError` if it cannot be built."""
+    """A `harness.protocol.Engine`: ``csrc/`` on one device, which may be one rank of several that make the same calls.
 
-    def __init__(self, device: str) -> None:
+    `harness.build.BuildError` if it cannot be built.
+    """
+
+    def __init__(self, device: str, member: Member = ALONE) -> None:
         self.name = "csrc"
         self.device = device
+        self._member = member
         self._ops = library(device)
 
     def load(
@@ -257,7 +268,19 @@ class CsrcEngine:
             raise RequestError(f"context {context} is below 1")
         name = _bytes(os.fsencode(path)), _bytes(os.fspath(path).encode("utf-8", "backslashreplace"))
         with named_errors():
-            handle = self._ops.session_open(*name, self.device, precision, context or 0, max_rows, poison, graphs)
+            handle = self._ops.session_open(
+                *name,
+                self.device,
+                precision,
+                context or 0,
+                max_rows,
+                poison,
+                graphs,
+                self._member.rank,
+                self._member.count,
+                self._member.all_gather,
+                self._member.broadcast,
+            )
         return CsrcSession(self._ops, handle)
 
     def kernels(self, precision: str, moe: bool) -> frozenset[str]:

@@ -65,6 +65,14 @@ class OutOfMemory(DeviceError):
     """The device has less memory than the session needs."""
 
 
+class RankError(EngineError):
+    """An exchange between ranks failed: one of them is gone or did not answer in time. Nothing more can be run."""
+
+
+class RankDiverged(RankError):
+    """A rank's weights, tokens or logits are not what they must be; the message names the rank."""
+
+
 @dataclass(frozen=True)
 class Draft:
     """Recorded draft logits by position: ``logits[r]`` drafts the token at position ``first + r``."""

@@ -18,7 +18,7 @@ class CpuBackend final : public Backend {
   const char* name() const override { return "cpu"; }
   void* alloc(size_t bytes, const char* what) override;
   void free(void* p) override;
-  const void* resident(const void* host, size_t, const char*) override { return host; }
+  Resident resident(const void* host, size_t, size_t, size_t pitch, const char*) override { return {host, pitch}; }
   void upload(void* dst, const void* host, size_t bytes) override;
   void download(void* host, const void* src, size_t bytes) override;
   void fill_zero(void* dst, size_t bytes) override;
@@ -28,6 +28,10 @@ class CpuBackend final : public Backend {
   void step(const std::string&, const std::function<void()>& body) override { body(); }
   void set_graphs(bool) override {}
   void drop_graphs() override {}
+  void outside(const char* counter, const std::function<void(void*)>& work) override {
+    work(nullptr);
+    ++counters_[counter];
+  }
   std::map<std::string, uint64_t> counters() const override { return counters_; }
   void reset_counters() override { counters_.clear(); }
 
@@ -46,6 +50,8 @@ class CpuBackend final : public Backend {
   void mla_value(const MlaValueArgs&) override;
   void router(const RouterArgs&) override;
   void moe(const MoeArgs&) override;
+  void unshard(const UnshardArgs&) override;
+  void checksum(const ChecksumArgs&) override;
   void select(const SelectArgs&) override;
   void tree_root(const Rows&, StepState*) override;
   void tree_build(const TreeBuildArgs&) override;
@@ -65,6 +71,8 @@ class CpuBackend final : public Backend {
     ++counters_[isa_];
   }
   void norm_row(float* out, const float* x, const float* w, float eps, int dim) const;
+  void moe_gate_up(const MoeArgs& a);
+  void moe_down(const MoeArgs& a);
 
   const Kernels& k_;
   const std::string isa_;  // "isa_" and the name of the kernel table: the counter of all launches, which says what ran

@@ -22,7 +22,7 @@ const float* Packed::row(const float* x, int k, int at) {
 }
 
 void gemm_strip(const Kernels& k, const Weight& w, int expert, const float* const* x, int m, int first, int n, float* y, int ldy) {
-  const size_t row = static_cast<size_t>(expert) * w.n + first;
+  const size_t row = static_cast<size_t>(expert) * w.step() + first;
   if (w.kind == WeightKind::kInt4) {
     const int groups = int4_groups(w.k);
     const auto* q = static_cast<const uint8_t*>(w.data) + row * groups * kGroupBytes;

@@ -131,6 +131,13 @@ struct MoePlan {
   }
 };
 
+// One strip of one expert's (or the shared one's) outputs for all its rows, handed to `store` in blocks.
+template <class Store>
+void strip(const Weight& w, int expert, const float* const* x, int rows, int first, const Store& store) {
+  const int n = w.n - first < kStrip ? w.n - first : kStrip;
+  for (int r = 0; r < rows; r += kBlock) store(x + r, r, rows - r < kBlock ? rows - r : kBlock, first, n, expert);
+}
+
 }  // namespace
 
 size_t CpuBackend::moe_scratch(int max_rows, int top_k, int experts, int inner, int dim) const {
@@ -138,28 +145,28 @@ size_t CpuBackend::moe_scratch(int max_rows, int top_k, int experts, int inner, 
 }
 
 void CpuBackend::moe(const MoeArgs& a) {
+  if (a.phase != MoePhase::kDown) moe_gate_up(a);
+  if (a.phase != MoePhase::kGateUp) moe_down(a);
+  count(a.gate.kind == WeightKind::kInt4 ? "experts_int4" : "experts_f32");
+}
+
+void CpuBackend::moe_gate_up(const MoeArgs& a) {
   const int m = active_rows(a.n_rows, a.max_rows), dim = a.dim, inner = a.gate.n, k = a.top_k;
   const int shared_inner = a.shared_gate.n;
   MoePlan plan{};
-  plan.lay_out(static_cast<char*>(a.scratch), a.max_rows, k, a.gate.e, inner, dim);
-  Packed packed(k_, a.gate, plan.packed), packed_act(k_, a.down, plan.packed_act);
+  plan.lay_out(static_cast<char*>(a.scratch), a.max_rows, k, a.gate.e, a.down.k, dim);
+  Packed packed(k_, a.gate, plan.packed);
   const int used = plan.group(a.ids, m, k, a.gate.e);
-  const float **row = plan.shared_x, **shared_act = plan.shared_x + m;
+  const float** row = plan.shared_x;
   for (int i = 0; i < m; ++i) {
     float* b = plan.normed + static_cast<size_t>(i) * dim;
     norm_row(b, a.x + static_cast<size_t>(i) * dim, a.norm_w, a.eps, dim);
     row[i] = b;
-    shared_act[i] = static_cast<const float*>(a.shared_act) + static_cast<size_t>(i) * shared_inner;
     const float* x = packed.row(b, dim, i);
     for (int j = 0; j < k; ++j) plan.act[i * k + j] = x;  // by slot, for the moment
   }
   for (int p = 0; p < m * k; ++p) plan.x[p] = plan.act[plan.slots[p]];  // in the order of plan.slots
 
-  // One strip of one expert's (or the shared one's) outputs for all its rows, handed to `store` in blocks.
-  const auto strip = [&](const Weight& w, int expert, const float* const* x, int rows, int first, const auto& store) {
-    const int n = w.n - first < kStrip ? w.n - first : kStrip;
-    for (int r = 0; r < rows; r += kBlock) store(x + r, r, rows - r < kBlock ? rows - r : kBlock, first, n, expert);
-  };
   const auto gate_up = [&](const Weight& gate, const Weight& up, const int32_t* slots, float* act) {
     return [&gate, &up, slots, act, this](const float* const* x, int r, int rows, int first, int n, int expert) {
       float g[kBlock * kStrip], u[kBlock * kStrip];
@@ -182,7 +189,17 @@ void CpuBackend::moe(const MoeArgs& a) {
     const int e = plan.active[u], begin = plan.starts[e], rows = plan.starts[e + 1] - begin;
     strip(a.gate, e, plan.x + begin, rows, task % gate_strips * kStrip, gate_up(a.gate, a.up, plan.slots + begin, static_cast<float*>(a.act)));
   });
+}
 
+void CpuBackend::moe_down(const MoeArgs& a) {
+  const int m = active_rows(a.n_rows, a.max_rows), dim = a.down.n, inner = a.down.k, k = a.top_k;
+  const bool has_shared = a.shared_down.n > 0;
+  MoePlan plan{};
+  plan.lay_out(static_cast<char*>(a.scratch), a.max_rows, k, a.down.e, inner, a.dim);
+  Packed packed_act(k_, a.down, plan.packed_act);
+  const int used = plan.group(a.ids, m, k, a.down.e);
+  const float** shared_act = plan.shared_x;
+  for (int i = 0; i < m; ++i) shared_act[i] = static_cast<const float*>(a.shared_act) + static_cast<size_t>(i) * a.shared_down.k;
   for (int p = 0; p < m * k; ++p) {
     plan.act[p] = packed_act.row(static_cast<const float*>(a.act) + static_cast<size_t>(plan.slots[p]) * inner, inner, p);
   }
@@ -197,8 +214,8 @@ void CpuBackend::moe(const MoeArgs& a) {
     };
   };
   const int down_strips = (dim + kStrip - 1) / kStrip;
-  const int shared_down = shared_inner > 0 ? down_strips : 0;
-  threads_.run(used * down_strips + shared_down, 1.0 * m * dim * (k * inner + shared_inner), [&](int task) {
+  const int shared_strips = has_shared ? down_strips : 0;
+  threads_.run(used * down_strips + shared_strips, 1.0 * m * dim * (k * inner + a.shared_down.k), [&](int task) {
     const int u = task / down_strips, first = task % down_strips * kStrip;
     if (u >= used) {
       strip(a.shared_down, 0, shared_act, m, first, down(a.shared_down, nullptr, plan.shared));
@@ -214,9 +231,8 @@ void CpuBackend::moe(const MoeArgs& a) {
     k_.weighted_sum(a.weights + static_cast<size_t>(i) * k, k, 1, plan.x, k, dim, nullptr, sum, dim);
     const float* shared = plan.shared + static_cast<size_t>(i) * dim;
     float* out = a.out + static_cast<size_t>(i) * dim;
-    for (int d = 0; d < dim; ++d) out[d] += shared_inner > 0 ? sum[d] + shared[d] : sum[d];
+    for (int d = 0; d < dim; ++d) out[d] += has_shared ? sum[d] + shared[d] : sum[d];
   }
-  count(a.gate.kind == WeightKind::kInt4 ? "experts_int4" : "experts_f32");
 }
 
 }  // namespace kdtree::cpu

@@ -9,7 +9,7 @@ namespace kdtree::cpu {
 void CpuBackend::embed(const EmbedArgs& a) {
   const int m = active_rows(a.n_rows, a.rows.max_rows);
   for (int i = 0; i < m; ++i) {
-    const float* row = static_cast<const float*>(a.table.data) + static_cast<size_t>(a.rows.tokens[i]) * a.table.k;
+    const float* row = static_cast<const float*>(a.table.data) + static_cast<size_t>(a.rows.tokens[i]) * a.stride;
     std::memcpy(a.out + static_cast<size_t>(i) * a.table.k, row, sizeof(float) * a.table.k);
   }
   count("embed");

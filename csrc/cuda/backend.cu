@@ -162,10 +162,23 @@ void CudaBackend::free(void* p) {
   cudaFree(static_cast<char*>(p) - kGuard);
 }
 
-const void* CudaBackend::resident(const void* host, size_t bytes, const char* what) {
-  char* payload = take(bytes, what);
-  upload(payload, host, bytes);
-  return payload;
+Resident CudaBackend::resident(const void* host, size_t bytes, size_t count, size_t pitch, const char* what) {
+  char* payload = take(bytes * count, what);
+  if (count == 1 || pitch == bytes) {
+    KD_CUDA(cudaMemcpyAsync(payload, host, bytes * count, cudaMemcpyHostToDevice, stream_));
+  } else {
+    KD_CUDA(cudaMemcpy2DAsync(payload, bytes, host, pitch, bytes, count, cudaMemcpyHostToDevice, stream_));
+  }
+  KD_CUDA(cudaStreamSynchronize(stream_));
+  after_kernel_ = false;
+  return {payload, bytes};
+}
+
+void CudaBackend::outside(const char* counter, const std::function<void(void*)>& work) {
+  enter(counter, true);
+  work(stream_);
+  after_kernel_ = false;
+  ++(*counting_)[counter];
 }
 
 void CudaBackend::upload(void* dst, const void* host, size_t bytes) {

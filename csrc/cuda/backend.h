@@ -27,7 +27,7 @@ class CudaBackend final : public Backend {
 
   void* alloc(size_t bytes, const char* what) override;
   void free(void* p) override;
-  const void* resident(const void* host, size_t bytes, const char* what) override;
+  Resident resident(const void* host, size_t bytes, size_t count, size_t pitch, const char* what) override;
   void upload(void* dst, const void* host, size_t bytes) override;
   void download(void* host, const void* src, size_t bytes) override;
   void fill_zero(void* dst, size_t bytes) override;
@@ -37,6 +37,7 @@ class CudaBackend final : public Backend {
   void step(const std::string& key, const std::function<void()>& body) override;
   void set_graphs(bool on) override { graphs_on_ = on; }
   void drop_graphs() override;
+  void outside(const char* counter, const std::function<void(void*)>& work) override;
 
   std::map<std::string, uint64_t> counters() const override { return counters_; }
   void reset_counters() override { counters_.clear(); }
@@ -56,6 +57,8 @@ class CudaBackend final : public Backend {
   void mla_value(const MlaValueArgs& a) override;
   void router(const RouterArgs& a) override;
   void moe(const MoeArgs& a) override;
+  void unshard(const UnshardArgs& a) override;
+  void checksum(const ChecksumArgs& a) override;
   void select(const SelectArgs& a) override;
   void tree_root(const Rows& rows, StepState* state) override;
   void tree_build(const TreeBuildArgs& a) override;

@@ -271,9 +271,12 @@ void CudaBackend::moe(const MoeArgs& a) {
   const size_t tile = tile_shared_bytes(tm, a.dim, WeightKind::kInt4);  // the wider of the two kinds a block may be
   const size_t shared = tm == 1 ? tile : sizeof(float) * kTileFloats + sizeof(int32_t) * static_cast<size_t>(a.max_rows);
   reserve_shared(reinterpret_cast<const void*>(gate_up), "experts", shared);
-  launch(int4 ? "experts_int4" : "experts_f32", gate_up, dim3(g.shared_blocks + slots * g.tiles), kTileThreads, shared, g);
+  if (a.phase != MoePhase::kDown) {
+    launch(int4 ? "experts_int4" : "experts_f32", gate_up, dim3(g.shared_blocks + slots * g.tiles), kTileThreads, shared, g);
+  }
+  if (a.phase == MoePhase::kGateUp) return;
 
-  DownParams d{a.ids, a.weights, a.top_k, a.dim, a.down, a.shared_down, static_cast<const float*>(a.act), static_cast<const float*>(a.shared_act), a.out, a.max_rows, a.n_rows};
+  DownParams d{a.ids, a.weights, a.top_k, a.down.n, a.down, a.shared_down, static_cast<const float*>(a.act), static_cast<const float*>(a.shared_act), a.out, a.max_rows, a.n_rows};
   const bool vector =
       vector_ready(a.act, a.down.k) && (int4 || vector_ready(a.down.data, a.down.k)) &&
       (shared_n == 0 || (vector_ready(a.shared_act, a.shared_down.k) && vector_ready(a.shared_down.data, a.shared_down.k)));
@@ -281,7 +284,7 @@ void CudaBackend::moe(const MoeArgs& a) {
   const auto down = int4 ? (vector ? down_for<WeightKind::kInt4, 4>(wide) : down_for<WeightKind::kInt4, 1>(wide))
                          : (vector ? down_for<WeightKind::kF32, 4>(wide) : down_for<WeightKind::kF32, 1>(wide));
   const int outputs = wide ? 8 : 2;
-  launch(int4 ? "experts_int4_down" : "experts_f32_down", down, dim3(a.max_rows, (a.dim + outputs - 1) / outputs), kTileThreads,
+  launch(int4 ? "experts_int4_down" : "experts_f32_down", down, dim3(a.max_rows, (a.down.n + outputs - 1) / outputs), kTileThreads,
          sizeof(float) * (a.top_k + 1) * outputs, d);
 }
 

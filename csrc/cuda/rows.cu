@@ -9,13 +9,13 @@ using namespace cuda;
 
 constexpr int kThreads = 256;
 
-__global__ void embed_kernel(float* out, const float* table, int dim, const int32_t* tokens, const int32_t* n_rows) {
+__global__ void embed_kernel(float* out, const float* table, int dim, int stride, const int32_t* tokens, const int32_t* n_rows) {
   wait_for_previous();
   const int m = blockIdx.x;
   if (m >= *n_rows) return;
   const int token = tokens[m];
   KD_ASSERT(token >= 0, "embed: a token below 0");
-  const float* row = table + static_cast<size_t>(token) * dim;
+  const float* row = table + static_cast<size_t>(token) * stride;
   for (int i = threadIdx.x; i < dim; i += kThreads) out[static_cast<size_t>(m) * dim + i] = __ldg(row + i);
 }
 
@@ -45,7 +45,7 @@ __global__ void rms_norm_kernel(float* out, const float* x, const float* w, floa
 void CudaBackend::embed(const EmbedArgs& a) {
   if (a.rows.max_rows <= 0) return;
   launch("embed", embed_kernel, dim3(a.rows.max_rows), kThreads, 0, a.out,
-         static_cast<const float*>(a.table.data), a.table.k,
+         static_cast<const float*>(a.table.data), a.table.k, a.stride,
          static_cast<const int32_t*>(a.rows.tokens), a.n_rows);
 }
 
