@@ -51,15 +51,21 @@ float* rows_out(const Tensor& out, int64_t rows, int64_t width) {
 
 int64_t session_open(Tensor path, Tensor label, std::string device, std::string precision, int64_t context, int64_t max_rows,
                      bool poison, bool graphs, int64_t rank, int64_t ranks, int64_t all_gather, int64_t broadcast) {
-  const bool int4 = precision == "int4";
-  if (!int4 && precision != "fp32") throw Error("RequestError", "precision '" + precision + "', known are fp32 and int4");
+  static const std::map<std::string, Precision> known = {{"fp32", {Numerics::kF32, WeightKind::kF32}},
+                                                         {"int4", {Numerics::kF32, WeightKind::kInt4}},
+                                                         {"bf16", {Numerics::kBf16, WeightKind::kBf16}},
+                                                         {"int4-bf16", {Numerics::kBf16, WeightKind::kInt4}}};
+  const auto found = known.find(precision);
+  if (found == known.end()) {
+    throw Error("RequestError", "precision '" + precision + "', known are fp32, int4, bf16 and int4-bf16");
+  }
   need(ranks >= 1 && rank >= 0 && rank < ranks, "rank", "is not below the number of ranks");
   need(ranks == 1 || (all_gather != 0 && broadcast != 0), "all_gather", "is no function");
   const Transport transport{reinterpret_cast<Transport::AllGather>(all_gather), reinterpret_cast<Transport::Broadcast>(broadcast)};
   auto file = KdtrFile::open(text(path), text(label));
   auto entry = std::make_shared<Entry>();
   entry->session = std::make_unique<Session>(make_backend(device, poison), std::move(file),
-                                             int4 ? WeightKind::kInt4 : WeightKind::kF32, context, max_rows, graphs,
+                                             found->second, context, max_rows, graphs,
                                              Ranks{static_cast<int>(rank), static_cast<int>(ranks)}, transport);
   const std::lock_guard<std::mutex> lock(g_mutex);
   g_sessions[g_next] = std::move(entry);

@@ -157,7 +157,7 @@ void Session::forward_round() {
     backend_->record_tree({tree_log_.i32(), entries, width_, rows, step_->accepted.i32(), state});
   }
   backend_->kv_commit({forward_->cache().data(), config_.num_layers, config_.kv_lora_rank, config_.qk_rope_head_dim,
-                       step_->accepted.i32(), width_, forward_->scratch(), state});
+                       step_->accepted.i32(), width_, forward_->scratch(), state, forward_->numerics()});
   if (!collective_.ranks().alone()) sum_round();
 }
 

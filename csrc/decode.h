@@ -36,7 +36,7 @@ struct DecodeResult {
 class Session {
  public:
   // context 0: the model's max_context.
-  Session(std::unique_ptr<Backend> backend, std::shared_ptr<const KdtrFile> file, WeightKind experts, int64_t context,
+  Session(std::unique_ptr<Backend> backend, std::shared_ptr<const KdtrFile> file, Precision precision, int64_t context,
           int64_t max_rows, bool graphs, Ranks ranks = {}, Transport transport = {});
 
   const ModelConfig& config() const { return config_; }
@@ -85,7 +85,8 @@ class Session {
   void check_tokens(const std::vector<int32_t>& tokens) const;
   void check_room(int64_t rows, const char* what) const;
   int check_tree(const std::vector<int32_t>& tokens, const std::vector<int32_t>& parents) const;  // the depth of the deepest row
-  void append_rows(std::vector<float>& values, const void* rows, size_t count, bool is_int);
+  void append_rows(std::vector<float>& values, const void* rows, size_t count, Element element);
+  void download_rows(float* out, const void* rows, size_t count, Element element);
   void end_others();
   void upload_rows(const Rows& rows);
   void upload_state(int kv_len, int n_rows);

@@ -37,27 +37,29 @@ StepMemory::Span StepMemory::span(const Buffer& first, const Buffer& last) {
 }
 
 Forward::Forward(Backend& backend, const ModelConfig& config, const ModelWeights& weights, const StepMemory& step,
-                 Collective& collective, int context, int max_rows)
+                 Collective& collective, Numerics numerics, int context, int max_rows)
     : backend_(backend),
       config_(config),
       weights_(weights),
       step_(step),
       collective_(collective),
+      numerics_(numerics),
       context_(context),
       max_rows_(max_rows),
       slots_(context + max_rows) {
   const size_t m = static_cast<size_t>(max_rows);
   const auto floats = [&](int dim, const char* what) { return Buffer(backend, sizeof(float) * m * static_cast<size_t>(dim), what); };
+  const auto held = [&](int dim, const char* what) { return Buffer(backend, operand() * m * static_cast<size_t>(dim), what); };
   const auto ints = [&](size_t n, const char* what) { return Buffer(backend, sizeof(int32_t) * n, what); };
   const ModelConfig& c = config;
   x_ = floats(c.hidden_size, "residual");
   q_a_ = floats(c.q_lora_rank, "q_a");
   kv_ = floats(c.kv_width(), "kv");
   q_ = floats(share(c.q_width()), "q");
-  q_lat_ = floats(share(c.num_heads) * c.kv_lora_rank, "q_lat");
-  q_rope_ = floats(share(c.num_heads) * c.qk_rope_head_dim, "q_rope");
-  o_lat_ = floats(share(c.num_heads) * c.kv_lora_rank, "o_lat");
-  o_ = floats(c.o_width(), "o");
+  q_lat_ = held(share(c.num_heads) * c.kv_lora_rank, "q_lat");
+  q_rope_ = held(share(c.num_heads) * c.qk_rope_head_dim, "q_rope");
+  o_lat_ = held(share(c.num_heads) * c.kv_lora_rank, "o_lat");
+  o_ = held(c.o_width(), "o");
   logits_ = floats(c.vocab_size, "logits");
   size_t scratch = 0;
   const auto need = [&](size_t bytes) { scratch = std::max(scratch, bytes); };
@@ -69,7 +71,7 @@ Forward::Forward(Backend& backend, const ModelConfig& config, const ModelWeights
   need(backend.select_scratch(max_rows, c.vocab_size));
   need(backend.commit_scratch(c.num_layers, c.kv_lora_rank, c.qk_rope_head_dim, max_rows));
   if (c.first_k_dense > 0) {
-    act_ = floats(c.intermediate_size, "mlp.act");
+    act_ = held(c.intermediate_size, "mlp.act");
     need(backend.linear_scratch(2 * c.intermediate_size, c.hidden_size, max_rows));
     need(backend.linear_scratch(c.hidden_size, c.intermediate_size, max_rows));
   }
@@ -77,8 +79,8 @@ Forward::Forward(Backend& backend, const ModelConfig& config, const ModelWeights
     router_logits_ = floats(c.n_routed_experts, "router.logits");
     ids_ = ints(m * static_cast<size_t>(c.num_experts_per_tok), "router.ids");
     expert_weights_ = floats(c.num_experts_per_tok, "router.weights");
-    expert_act_ = Buffer(backend, sizeof(float) * m * c.num_experts_per_tok * c.moe_intermediate_size, "experts.act");
-    shared_act_ = floats(c.shared_inner(), "shared.act");
+    expert_act_ = held(c.num_experts_per_tok * c.moe_intermediate_size, "experts.act");
+    shared_act_ = held(c.shared_inner(), "shared.act");
     need(backend.linear_scratch(c.n_routed_experts, c.hidden_size, max_rows));
     need(backend.moe_scratch(max_rows, c.num_experts_per_tok, c.n_routed_experts, c.moe_intermediate_size, c.hidden_size));
   }
@@ -87,16 +89,16 @@ Forward::Forward(Backend& backend, const ModelConfig& config, const ModelWeights
     const int acts = c.has_moe() ? c.num_experts_per_tok * c.moe_intermediate_size + c.shared_inner() : 0;
     const int act = std::max(acts, c.first_k_dense > 0 ? c.intermediate_size : 0);
     x_part_ = floats(share(c.hidden_size), "rank.residual");
-    o_part_ = floats(share(c.o_width()), "rank.o");
-    act_part_ = floats(share(act), "rank.act");
+    o_part_ = held(share(c.o_width()), "rank.o");
+    act_part_ = held(share(act), "rank.act");
     logits_part_ = floats(share(c.vocab_size), "rank.logits");
     gathered_ = floats(std::max({act, c.hidden_size, c.o_width(), c.q_width(), c.num_heads * c.kv_lora_rank, c.vocab_size}), "gathered");
   }
   for (int i = 0; i < c.num_layers; ++i) {
     const size_t slots = static_cast<size_t>(slots_);
-    latent_.emplace_back(backend, sizeof(float) * slots * c.kv_lora_rank, "cache.latent");
-    k_rope_.emplace_back(backend, sizeof(float) * slots * c.qk_rope_head_dim, "cache.k_rope");
-    cache_.push_back({latent_.back().f32(), k_rope_.back().f32(), slots_});
+    latent_.emplace_back(backend, operand() * slots * c.kv_lora_rank, "cache.latent");
+    k_rope_.emplace_back(backend, operand() * slots * c.qk_rope_head_dim, "cache.k_rope");
+    cache_.push_back({latent_.back().get(), k_rope_.back().get(), slots_});
   }
   const size_t angles = static_cast<size_t>(c.qk_rope_head_dim);  // cos and sin of P/2 pairs
   cos_sin_ = Buffer(backend, sizeof(float) * static_cast<size_t>(context) * angles, "rope");
@@ -117,7 +119,7 @@ bool Forward::need_scratch(size_t bytes) {
 
 MlaDims Forward::dims() const {
   const ModelConfig& c = config_;
-  return {share(c.num_heads), c.kv_lora_rank, c.qk_nope_head_dim, c.qk_rope_head_dim, c.v_head_dim};
+  return {share(c.num_heads), c.kv_lora_rank, c.qk_nope_head_dim, c.qk_rope_head_dim, c.v_head_dim, numerics_};
 }
 
 Rows Forward::rows(int width, int first) const {
@@ -148,19 +150,19 @@ void Forward::gather_acts(int width) {
                     shared > 0 ? 2 : 1, width, n_rows()});
 }
 
-void Forward::show(const Tap& tap, const std::string& name, const void* part, int width, int dim) {
+void Forward::show(const Tap& tap, const std::string& name, const void* part, int width, int dim, Element element) {
   if (alone()) {
-    tap(name, part, dim, false);
+    tap(name, part, dim, element);
     return;
   }
-  const size_t row = sizeof(float) * static_cast<size_t>(dim);
+  const size_t row = (element == Element::kBf16 ? sizeof(uint16_t) : sizeof(float)) * static_cast<size_t>(dim);
   const Buffer whole(backend_, row * static_cast<size_t>(width), "tap");
   gather(whole.get(), part, width, row / static_cast<size_t>(collective_.ranks().count));
-  tap(name, whole.get(), dim, false);
+  tap(name, whole.get(), dim, element);
 }
 
-void Forward::linear(int width, const float* x, const float* norm, double eps,
-                     std::vector<std::pair<const Weight*, float*>> parts, Epilogue epilogue) {
+void Forward::linear(int width, const void* x, const float* norm, double eps,
+                     std::vector<std::pair<const Weight*, void*>> parts, Epilogue epilogue) {
   LinearArgs a{};
   a.x = x;
   a.ldx = parts[0].first->k;
@@ -176,13 +178,14 @@ void Forward::linear(int width, const float* x, const float* norm, double eps,
   a.scratch = scratch();
   a.max_rows = width;
   a.n_rows = n_rows();
+  a.numerics = numerics_;
   backend_.linear(a);
 }
 
 void Forward::layers(int width, int max_keys, const Tap* tap, int kv_len) {
   backend_.embed({residual(), weights_.embed, weights_.embed_stride, rows(width), n_rows()});
   gather_residual(width);
-  if (tap != nullptr) (*tap)("embed", x_.get(), config_.hidden_size, false);
+  if (tap != nullptr) (*tap)("embed", x_.get(), config_.hidden_size, Element::kF32);
   for (int i = 0; i < config_.num_layers; ++i) {
     attention(i, width, max_keys, tap, kv_len);
     if (weights_.layers[i].moe) {
@@ -190,7 +193,7 @@ void Forward::layers(int width, int max_keys, const Tap* tap, int kv_len) {
     } else {
       dense(i, width, tap);
     }
-    if (tap != nullptr) (*tap)("layers." + std::to_string(i) + ".out", x_.get(), config_.hidden_size, false);
+    if (tap != nullptr) (*tap)("layers." + std::to_string(i) + ".out", x_.get(), config_.hidden_size, Element::kF32);
   }
 }
 
@@ -202,36 +205,39 @@ void Forward::attention(int layer, int width, int max_keys, const Tap* tap, int 
   linear(width, x_.f32(), w.attn_norm, c.rms_norm_eps, {{&w.q_a, q_a_.f32()}, {&w.kv_a, kv_.f32()}}, Epilogue::kStore);
   linear(width, q_a_.f32(), w.q_a_norm, c.inner_norm_eps, {{&w.q_b, q_.f32()}}, Epilogue::kStore);
   backend_.mla_prepare({d, q_.f32(), kv_.f32(), w.kv_a_norm, static_cast<float>(c.inner_norm_eps), w.kv_b, cos_sin_.f32(),
-                        q_lat_.f32(), q_rope_.f32(), cache, rows(width), state()});
-  backend_.mla_attention({d, static_cast<float>(c.attention_scale()), q_lat_.f32(), q_rope_.f32(), cache, o_lat_.f32(), max_keys,
+                        q_lat_.get(), q_rope_.get(), cache, rows(width), state()});
+  backend_.mla_attention({d, static_cast<float>(c.attention_scale()), q_lat_.get(), q_rope_.get(), cache, o_lat_.get(), max_keys,
                           scratch(), rows(width), state()});
-  float* o = alone() ? o_.f32() : o_part_.f32();
-  backend_.mla_value({d, o_lat_.f32(), w.kv_b, o, width, n_rows()});
+  void* o = alone() ? o_.get() : o_part_.get();
+  backend_.mla_value({d, o_lat_.get(), w.kv_b, o, width, n_rows()});
   gather(o_.get(), o, width, operand() * static_cast<size_t>(d.heads) * d.v);
-  linear(width, o_.f32(), nullptr, 0.0, {{&w.o, residual()}}, Epilogue::kResidual);
+  linear(width, o_.get(), nullptr, 0.0, {{&w.o, residual()}}, Epilogue::kResidual);
   gather_residual(width);
   if (tap == nullptr) return;
   const std::string at = "layers." + std::to_string(layer) + ".mla.";
-  (*tap)(at + "q_a", q_a_.get(), c.q_lora_rank, false);
-  (*tap)(at + "kv", kv_.get(), c.kv_width(), false);
-  show(*tap, at + "q", q_.get(), width, c.q_width());
-  show(*tap, at + "q_lat", q_lat_.get(), width, c.num_heads * d.rank);
-  show(*tap, at + "q_rope", q_rope_.get(), width, c.num_heads * d.rope);
-  (*tap)(at + "latent", static_cast<const float*>(cache.latent) + static_cast<size_t>(kv_len) * d.rank, d.rank, false);
-  (*tap)(at + "k_rope", static_cast<const float*>(cache.k_rope) + static_cast<size_t>(kv_len) * d.rope, d.rope, false);
-  show(*tap, at + "o_lat", o_lat_.get(), width, c.num_heads * d.rank);
-  (*tap)(at + "o", o_.get(), c.o_width(), false);
-  (*tap)(at + "out", x_.get(), c.hidden_size, false);
+  const auto cached = [&](const void* p, int dim) {  // the rows of this step
+    return static_cast<const char*>(p) + operand() * static_cast<size_t>(kv_len) * static_cast<size_t>(dim);
+  };
+  (*tap)(at + "q_a", q_a_.get(), c.q_lora_rank, Element::kF32);
+  (*tap)(at + "kv", kv_.get(), c.kv_width(), Element::kF32);
+  show(*tap, at + "q", q_.get(), width, c.q_width(), Element::kF32);
+  show(*tap, at + "q_lat", q_lat_.get(), width, c.num_heads * d.rank, held());
+  show(*tap, at + "q_rope", q_rope_.get(), width, c.num_heads * d.rope, held());
+  (*tap)(at + "latent", cached(cache.latent, d.rank), d.rank, held());
+  (*tap)(at + "k_rope", cached(cache.k_rope, d.rope), d.rope, held());
+  show(*tap, at + "o_lat", o_lat_.get(), width, c.num_heads * d.rank, held());
+  (*tap)(at + "o", o_.get(), c.o_width(), held());
+  (*tap)(at + "out", x_.get(), c.hidden_size, Element::kF32);
 }
 
 void Forward::dense(int layer, int width, const Tap* tap) {
   const LayerWeights& w = weights_.layers[layer];
-  float* act = alone() ? act_.f32() : act_part_.f32();
+  void* act = alone() ? act_.get() : act_part_.get();
   linear(width, x_.f32(), w.mlp_norm, config_.rms_norm_eps, {{&w.gate, act}, {&w.up, act}}, Epilogue::kSiluMul);
   gather(act_.get(), act, width, operand() * static_cast<size_t>(share(config_.intermediate_size)));
-  linear(width, act_.f32(), nullptr, 0.0, {{&w.down, residual()}}, Epilogue::kResidual);
+  linear(width, act_.get(), nullptr, 0.0, {{&w.down, residual()}}, Epilogue::kResidual);
   gather_residual(width);
-  if (tap != nullptr) (*tap)("layers." + std::to_string(layer) + ".mlp.act", act_.get(), config_.intermediate_size, false);
+  if (tap != nullptr) (*tap)("layers." + std::to_string(layer) + ".mlp.act", act_.get(), config_.intermediate_size, held());
 }
 
 void Forward::moe(int layer, int width, const Tap* tap) {
@@ -242,29 +248,29 @@ void Forward::moe(int layer, int width, const Tap* tap) {
   backend_.router({router_logits_.f32(), w.router_bias, c.n_routed_experts, k, c.n_group, c.topk_group, c.norm_topk_prob != 0,
                    static_cast<float>(c.routed_scaling_factor), ids_.i32(), expert_weights_.f32(), layer, width, state()});
   MoeArgs experts{x_.f32(), c.hidden_size, w.mlp_norm, static_cast<float>(c.rms_norm_eps), ids_.i32(), expert_weights_.f32(), k,
-                  w.expert_gate, w.expert_up, w.expert_down, w.shared_gate, w.shared_up, w.shared_down, expert_act_.f32(),
-                  shared_act_.f32(), residual(), scratch(), width, n_rows()};
+                  w.expert_gate, w.expert_up, w.expert_down, w.shared_gate, w.shared_up, w.shared_down, expert_act_.get(),
+                  shared_act_.get(), residual(), scratch(), width, n_rows(), numerics_};
   if (alone()) {
     backend_.moe(experts);
   } else {
     experts.phase = MoePhase::kGateUp;
-    experts.act = act_part_.f32();
+    experts.act = act_part_.get();
     experts.shared_act = static_cast<char*>(act_part_.get()) + operand() * static_cast<size_t>(width) * k * share(c.moe_intermediate_size);
     backend_.moe(experts);
     gather_acts(width);
     experts.phase = MoePhase::kDown;
-    experts.act = expert_act_.f32();
-    experts.shared_act = shared_act_.f32();
+    experts.act = expert_act_.get();
+    experts.shared_act = shared_act_.get();
     backend_.moe(experts);
     gather_residual(width);
   }
   if (tap == nullptr) return;
   const std::string at = "layers." + std::to_string(layer) + ".moe.";
-  (*tap)(at + "router_logits", router_logits_.get(), c.n_routed_experts, false);
-  (*tap)(at + "ids", ids_.get(), k, true);
-  (*tap)(at + "weights", expert_weights_.get(), k, false);
-  (*tap)(at + "act", expert_act_.get(), k * c.moe_intermediate_size, false);
-  if (c.n_shared_experts > 0) (*tap)(at + "shared_act", shared_act_.get(), c.shared_inner(), false);
+  (*tap)(at + "router_logits", router_logits_.get(), c.n_routed_experts, Element::kF32);
+  (*tap)(at + "ids", ids_.get(), k, Element::kI32);
+  (*tap)(at + "weights", expert_weights_.get(), k, Element::kF32);
+  (*tap)(at + "act", expert_act_.get(), k * c.moe_intermediate_size, held());
+  if (c.n_shared_experts > 0) (*tap)(at + "shared_act", shared_act_.get(), c.shared_inner(), held());
 }
 
 void Forward::head(int width, int first) {

@@ -78,9 +78,15 @@ struct ModelWeights {
   std::vector<ResidentWeight> resident;  // all of the above
 };
 
+// What a model is loaded and run as: fp32, int4, bf16 or int4-bf16.
+struct Precision {
+  Numerics numerics;
+  WeightKind experts;
+};
+
 // MissingTensor if a tensor is absent or has another type or shape; no data outside the rank's part is read. The file must outlive
 // what is returned.
-ModelWeights load_weights(Backend& backend, const KdtrView& file, const ModelConfig& config, WeightKind experts, Ranks ranks);
+ModelWeights load_weights(Backend& backend, const KdtrView& file, const ModelConfig& config, Precision precision, Ranks ranks);
 
 // What a step is about, and what came of it. With several ranks all of it is one buffer, so that the lead hands over its decisions
 // in one broadcast; alone, every array stands between guard zones of its own.
@@ -102,14 +108,16 @@ class StepMemory {
   Buffer block_;
 };
 
-// Called after an operation with the rows it wrote: name, address in the backend's memory, values a row, whether they are i32.
-using Tap = std::function<void(const std::string& name, const void* rows, int dim, bool is_int)>;
+enum class Element { kF32, kI32, kBf16 };
+
+// Called after an operation with the rows it wrote: name, address in the backend's memory, values a row, their type.
+using Tap = std::function<void(const std::string& name, const void* rows, int dim, Element element)>;
 
 // The rows of a step and everything computed from them, for steps of up to max_rows rows in a cache of `context` positions.
 class Forward {
  public:
   Forward(Backend& backend, const ModelConfig& config, const ModelWeights& weights, const StepMemory& step, Collective& collective,
-          int context, int max_rows);
+          Numerics numerics, int context, int max_rows);
 
   // From rows (and state) to the residual stream after the last layer. width: bound on the rows of this step; max_keys: on the
   // keys a row sees. A tap needs kv_len, the position of row 0, to find the cache rows.
@@ -122,6 +130,9 @@ class Forward {
   StepState* state() const { return static_cast<StepState*>(step_.state.get()); }
   float* logits() const { return logits_.f32(); }
   const std::vector<MlaCache>& cache() const { return cache_; }
+  Numerics numerics() const { return numerics_; }
+  // How values that only products read are held, the cache's among them.
+  Element held() const { return numerics_ == Numerics::kBf16 ? Element::kBf16 : Element::kF32; }
   void* scratch() const { return scratch_.get(); }
   int max_rows() const { return max_rows_; }
   int slots() const { return slots_; }
@@ -132,7 +143,7 @@ class Forward {
   void attention(int layer, int width, int max_keys, const Tap* tap, int kv_len);
   void dense(int layer, int width, const Tap* tap);
   void moe(int layer, int width, const Tap* tap);
-  void linear(int width, const float* x, const float* norm, double eps, std::vector<std::pair<const Weight*, float*>> parts,
+  void linear(int width, const void* x, const float* norm, double eps, std::vector<std::pair<const Weight*, void*>> parts,
               Epilogue epilogue);
   // This rank's part of the residual stream: what products are added to. Alone it is the whole.
   float* residual() const { return alone() ? x_.f32() : x_part_.f32(); }
@@ -141,8 +152,8 @@ class Forward {
   void gather_residual(int width) { gather(x_.get(), residual(), width, sizeof(float) * static_cast<size_t>(share(config_.hidden_size))); }
   void gather_acts(int width);
   // For taps: rows of which this rank has computed its share.
-  void show(const Tap& tap, const std::string& name, const void* part, int width, int dim);
-  size_t operand() const { return sizeof(float); }  // bytes of a value that only products read
+  void show(const Tap& tap, const std::string& name, const void* part, int width, int dim, Element element);
+  size_t operand() const { return held() == Element::kBf16 ? sizeof(uint16_t) : sizeof(float); }  // bytes of a value that only products read
   int share(int n) const { return n / collective_.ranks().count; }
   bool alone() const { return collective_.ranks().alone(); }
   const int32_t* n_rows() const { return &state()->n_rows; }
@@ -153,6 +164,7 @@ class Forward {
   const ModelWeights& weights_;
   const StepMemory& step_;
   Collective& collective_;
+  const Numerics numerics_;
   const int context_, max_rows_, slots_;
   Buffer cos_sin_;
   Buffer x_, q_a_, kv_, q_, q_lat_, q_rope_, o_lat_, o_, act_, logits_;

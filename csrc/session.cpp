@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <limits>
 
+#include "bf16.h"
 #include "decode.h"
 
 namespace kdtree {
@@ -19,7 +20,7 @@ int checked(int64_t value, int64_t low, int64_t high, const char* what) {
 
 }  // namespace
 
-Session::Session(std::unique_ptr<Backend> backend, std::shared_ptr<const KdtrFile> file, WeightKind experts, int64_t context,
+Session::Session(std::unique_ptr<Backend> backend, std::shared_ptr<const KdtrFile> file, Precision precision, int64_t context,
                  int64_t max_rows, bool graphs, Ranks ranks, Transport transport)
     : backend_(std::move(backend)),
       file_(std::move(file)),
@@ -29,10 +30,10 @@ Session::Session(std::unique_ptr<Backend> backend, std::shared_ptr<const KdtrFil
       collective_(*backend_, ranks, transport) {
   if (context_ > std::numeric_limits<int>::max() - max_rows_) throw Error("RequestError", "context plus max_rows exceeds 2^31-1");
   check_ranks(config_, ranks.count, file_->view().label());
-  weights_ = load_weights(*backend_, file_->view(), config_, experts, ranks);
+  weights_ = load_weights(*backend_, file_->view(), config_, precision, ranks);
   backend_->set_graphs(graphs);
   step_ = std::make_unique<StepMemory>(*backend_, max_rows_, ranks);
-  forward_ = std::make_unique<Forward>(*backend_, config_, weights_, *step_, collective_, context_, max_rows_);
+  forward_ = std::make_unique<Forward>(*backend_, config_, weights_, *step_, collective_, precision.numerics, context_, max_rows_);
   scores_ = Buffer(*backend_, sizeof(double) * static_cast<size_t>(max_rows_), "tree.scores");
   if (ranks.alone()) return;
   sum_ = Buffer(*backend_, sizeof(uint64_t), "rank.sum");
@@ -220,23 +221,34 @@ std::vector<Session::TapRows> Session::verify_taps(const std::vector<int32_t>& t
   const int deepest = check_tree(tokens, parents);
   end_others();
   std::vector<TapRows> all;
-  const Tap tap = [&](const std::string& name, const void* rows, int dim, bool is_int) {
+  const Tap tap = [&](const std::string& name, const void* rows, int dim, Element element) {
     all.push_back({name, dim, {}});
-    append_rows(all.back().values, rows, tokens.size() * static_cast<size_t>(dim), is_int);
+    append_rows(all.back().values, rows, tokens.size() * static_cast<size_t>(dim), element);
   };
   run({tokens, parents, deepest}, false, true, &tap);
-  tap("logits", forward_->logits(), config_.vocab_size, false);
+  tap("logits", forward_->logits(), config_.vocab_size, Element::kF32);
   return all;
 }
 
-void Session::append_rows(std::vector<float>& values, const void* rows, size_t count, bool is_int) {
+void Session::append_rows(std::vector<float>& values, const void* rows, size_t count, Element element) {
   const size_t old = values.size();
   values.resize(old + count);
-  backend_->download(values.data() + old, rows, sizeof(float) * count);
-  if (!is_int) return;
-  std::vector<int32_t> ints(count);
-  backend_->download(ints.data(), rows, sizeof(int32_t) * count);
-  std::copy(ints.begin(), ints.end(), values.begin() + old);
+  download_rows(values.data() + old, rows, count, element);
+}
+
+// `count` values of any type as floats.
+void Session::download_rows(float* out, const void* rows, size_t count, Element element) {
+  if (element == Element::kF32) {
+    backend_->download(out, rows, sizeof(float) * count);
+  } else if (element == Element::kI32) {
+    std::vector<int32_t> ints(count);
+    backend_->download(ints.data(), rows, sizeof(int32_t) * count);
+    std::copy(ints.begin(), ints.end(), out);
+  } else {
+    std::vector<uint16_t> bits(count);
+    backend_->download(bits.data(), rows, sizeof(uint16_t) * count);
+    from_bf16(out, bits.data(), count);
+  }
 }
 
 void Session::commit(const std::vector<int32_t>& path) {
@@ -255,7 +267,7 @@ void Session::commit(const std::vector<int32_t>& path) {
   upload_state(length_, static_cast<int>(verified_.size()));
   backend_->upload(step_->accepted.get(), path.data(), sizeof(int32_t) * path.size());
   backend_->kv_commit({forward_->cache().data(), config_.num_layers, config_.kv_lora_rank, config_.qk_rope_head_dim,
-                       step_->accepted.i32(), max_rows_, forward_->scratch(), forward_->state()});
+                       step_->accepted.i32(), max_rows_, forward_->scratch(), forward_->state(), forward_->numerics()});
   length_ += n;
   verified_.clear();
 }
@@ -263,8 +275,8 @@ void Session::commit(const std::vector<int32_t>& path) {
 void Session::cache(int64_t layer, float* latent, float* k_rope) {
   const MlaCache& c = forward_->cache()[checked(layer, 0, config_.num_layers - 1, "layer")];
   const size_t rows = static_cast<size_t>(length_);
-  backend_->download(latent, c.latent, sizeof(float) * rows * config_.kv_lora_rank);
-  backend_->download(k_rope, c.k_rope, sizeof(float) * rows * config_.qk_rope_head_dim);
+  download_rows(latent, c.latent, rows * config_.kv_lora_rank, forward_->held());
+  download_rows(k_rope, c.k_rope, rows * config_.qk_rope_head_dim, forward_->held());
 }
 
 std::vector<Session::TapRows> Session::taps(const std::vector<int32_t>& tokens, bool operations) {
@@ -274,19 +286,19 @@ std::vector<Session::TapRows> Session::taps(const std::vector<int32_t>& tokens, 
   check_room(static_cast<int64_t>(tokens.size()), "taps");
   std::vector<TapRows> all;
   size_t n = 0, next = 0;
-  const Tap tap = [&](const std::string& name, const void* rows, int dim, bool is_int) {
+  const Tap tap = [&](const std::string& name, const void* rows, int dim, Element element) {
     const bool operation = name.find(".mla.") != std::string::npos || name.find(".mlp.") != std::string::npos ||
                            name.find(".moe.") != std::string::npos;
     if (operation && !operations) return;
     if (length_ == 0) all.push_back({name, dim, {}});  // later chunks come by the same names in the same order
-    append_rows(all[next++].values, rows, n * static_cast<size_t>(dim), is_int);
+    append_rows(all[next++].values, rows, n * static_cast<size_t>(dim), element);
   };
   try {
     for (size_t at = 0; at < tokens.size(); at += n) {
       n = std::min(tokens.size() - at, static_cast<size_t>(max_rows_));
       next = 0;
       run(chain(tokens, at, n), false, true, &tap);
-      tap("logits", forward_->logits(), config_.vocab_size, false);
+      tap("logits", forward_->logits(), config_.vocab_size, Element::kF32);
       length_ += static_cast<int>(n);
     }
   } catch (...) {

@@ -14,8 +14,8 @@ std::string text(const Shape& shape) {
 
 class Finder {
  public:
-  Finder(Backend& backend, const KdtrView& file, Ranks ranks, std::vector<ResidentWeight>& made)
-      : backend_(backend), file_(file), ranks_(ranks), made_(made) {}
+  Finder(Backend& backend, const KdtrView& file, Precision precision, Ranks ranks, std::vector<ResidentWeight>& made)
+      : backend_(backend), file_(file), precision_(precision), ranks_(ranks), made_(made) {}
 
   int share(int n) const { return n / ranks_.count; }
 
@@ -37,40 +37,50 @@ class Finder {
   const float* f32(const std::string& name, const Shape& shape) const {
     return static_cast<const float*>(raw(name, DType::kF32, shape, 1, 1).data);
   }
-  Weight matrix(const std::string& name, int n, int k) const {
-    return {WeightKind::kF32, f32(name, {u(n), u(k)}), nullptr, n, k, 1};
+  // stem, here and below: the name without `.w`, `.bw`, `.qw`, `.sc`.
+  Weight matrix(const std::string& stem, int n, int k) const {
+    return {kind(), plain(stem, {u(n), u(k)}, 1, 1).data, nullptr, n, k, 1};
   }
   // This rank's rows of a matrix [n, k].
-  Weight rows(const std::string& name, int n, int k) const {
-    return {WeightKind::kF32, raw(name, DType::kF32, {u(n), u(k)}, 1, ranks_.count).data, nullptr, share(n), k, 1};
+  Weight rows(const std::string& stem, int n, int k) const {
+    return {kind(), plain(stem, {u(n), u(k)}, 1, ranks_.count).data, nullptr, share(n), k, 1};
   }
   // This rank's columns of a matrix [n, k], as n matrices of one row.
-  Weight columns(const std::string& name, int n, int k) const {
-    const Resident w = raw(name, DType::kF32, {u(n), u(k)}, u(n), ranks_.count);
-    return {WeightKind::kF32, w.data, nullptr, 1, share(k), n, static_cast<int>(w.pitch / (sizeof(float) * u(share(k))))};
+  Weight columns(const std::string& stem, int n, int k) const {
+    const Resident w = plain(stem, {u(n), u(k)}, u(n), ranks_.count);
+    return {kind(), w.data, nullptr, 1, share(k), n, static_cast<int>(w.pitch / (element() * u(share(k))))};
   }
-  // This rank's rows of each of e matrices [n, k]; stem is the name without `.w`, `.qw`, `.sc`.
-  Weight experts(const std::string& stem, int e, int n, int k, WeightKind kind) const {
+  // This rank's rows of each of e matrices [n, k], not quantised.
+  Weight plain_experts(const std::string& stem, int e, int n, int k) const {
+    const Resident w = plain(stem, {u(e), u(n), u(k)}, u(e), ranks_.count);
+    return {kind(), w.data, nullptr, share(n), k, e, static_cast<int>(w.pitch / (element() * u(k)))};
+  }
+  // The same, as the precision has experts.
+  Weight experts(const std::string& stem, int e, int n, int k) const {
+    if (precision_.experts != WeightKind::kInt4) return plain_experts(stem, e, n, k);
     const auto stride = [&](const Resident& w, size_t row_bytes) { return static_cast<int>(w.pitch / row_bytes); };
-    if (kind == WeightKind::kF32) {
-      const Resident w = raw(stem + ".w", DType::kF32, {u(e), u(n), u(k)}, u(e), ranks_.count);
-      return {kind, w.data, nullptr, share(n), k, e, stride(w, sizeof(float) * u(k))};
-    }
     const uint64_t groups = (u(k) + 31) / 32;
     const Resident q = raw(stem + ".qw", DType::kU8, {u(e), u(n), 16 * groups}, u(e), ranks_.count);
     const Resident scale = raw(stem + ".sc", DType::kBf16, {u(e), u(n), groups}, u(e), ranks_.count);
-    return {kind, q.data, static_cast<const uint16_t*>(scale.data), share(n), k, e, stride(q, 16 * groups)};
+    return {WeightKind::kInt4, q.data, static_cast<const uint16_t*>(scale.data), share(n), k, e, stride(q, 16 * groups)};
   }
 
  private:
+  bool bf16() const { return precision_.numerics == Numerics::kBf16; }
+  WeightKind kind() const { return bf16() ? WeightKind::kBf16 : WeightKind::kF32; }
+  size_t element() const { return bf16() ? sizeof(uint16_t) : sizeof(float); }
+  Resident plain(const std::string& stem, const Shape& shape, size_t count, int parts) const {
+    return bf16() ? raw(stem + ".bw", DType::kBf16, shape, count, parts) : raw(stem + ".w", DType::kF32, shape, count, parts);
+  }
   static uint64_t u(int v) { return static_cast<uint64_t>(v); }
   Backend& backend_;
   const KdtrView& file_;
+  const Precision precision_;
   const Ranks ranks_;
   std::vector<ResidentWeight>& made_;
 };
 
-LayerWeights load_layer(const Finder& find, const ModelConfig& c, int index, WeightKind kind) {
+LayerWeights load_layer(const Finder& find, const ModelConfig& c, int index) {
   const std::string at = "layers." + std::to_string(index) + ".";
   const int d = c.hidden_size;
   const auto size = [](int n) { return Shape{static_cast<uint64_t>(n)}; };
@@ -78,43 +88,43 @@ LayerWeights load_layer(const Finder& find, const ModelConfig& c, int index, Wei
   w.moe = index >= c.first_k_dense;
   w.attn_norm = find.f32(at + "attn_norm.w", size(d));
   w.mlp_norm = find.f32(at + "mlp_norm.w", size(d));
-  w.q_a = find.matrix(at + "attn.q_a.w", c.q_lora_rank, d);
+  w.q_a = find.matrix(at + "attn.q_a", c.q_lora_rank, d);
   w.q_a_norm = find.f32(at + "attn.q_a_norm.w", size(c.q_lora_rank));
-  w.q_b = find.rows(at + "attn.q_b.w", c.q_width(), c.q_lora_rank);
-  w.kv_a = find.matrix(at + "attn.kv_a.w", c.kv_width(), d);
+  w.q_b = find.rows(at + "attn.q_b", c.q_width(), c.q_lora_rank);
+  w.kv_a = find.matrix(at + "attn.kv_a", c.kv_width(), d);
   w.kv_a_norm = find.f32(at + "attn.kv_a_norm.w", size(c.kv_lora_rank));
-  w.kv_b = find.rows(at + "attn.kv_b.w", c.kv_b_width(), c.kv_lora_rank);
-  w.o = find.rows(at + "attn.o.w", d, c.o_width());
+  w.kv_b = find.rows(at + "attn.kv_b", c.kv_b_width(), c.kv_lora_rank);
+  w.o = find.rows(at + "attn.o", d, c.o_width());
   if (!w.moe) {
-    w.gate = find.rows(at + "mlp.gate.w", c.intermediate_size, d);
-    w.up = find.rows(at + "mlp.up.w", c.intermediate_size, d);
-    w.down = find.rows(at + "mlp.down.w", d, c.intermediate_size);
+    w.gate = find.rows(at + "mlp.gate", c.intermediate_size, d);
+    w.up = find.rows(at + "mlp.up", c.intermediate_size, d);
+    w.down = find.rows(at + "mlp.down", d, c.intermediate_size);
     return w;
   }
   const int e = c.n_routed_experts, inner = c.moe_intermediate_size;
-  w.router = find.matrix(at + "router.w", e, d);
+  w.router = find.matrix(at + "router", e, d);
   w.router_bias = find.f32(at + "router.bias", size(e));
-  w.expert_gate = find.experts(at + "experts.gate", e, inner, d, kind);
-  w.expert_up = find.experts(at + "experts.up", e, inner, d, kind);
-  w.expert_down = find.experts(at + "experts.down", e, d, inner, kind);
+  w.expert_gate = find.experts(at + "experts.gate", e, inner, d);
+  w.expert_up = find.experts(at + "experts.up", e, inner, d);
+  w.expert_down = find.experts(at + "experts.down", e, d, inner);
   if (c.n_shared_experts > 0) {
-    w.shared_gate = find.rows(at + "shared.gate.w", c.shared_inner(), d);
-    w.shared_up = find.rows(at + "shared.up.w", c.shared_inner(), d);
-    w.shared_down = find.rows(at + "shared.down.w", d, c.shared_inner());
+    w.shared_gate = find.rows(at + "shared.gate", c.shared_inner(), d);
+    w.shared_up = find.rows(at + "shared.up", c.shared_inner(), d);
+    w.shared_down = find.rows(at + "shared.down", d, c.shared_inner());
   }
   return w;
 }
 
 }  // namespace
 
-ModelWeights load_weights(Backend& backend, const KdtrView& file, const ModelConfig& c, WeightKind experts, Ranks ranks) {
+ModelWeights load_weights(Backend& backend, const KdtrView& file, const ModelConfig& c, Precision precision, Ranks ranks) {
   ModelWeights w{};
-  const Finder find(backend, file, ranks, w.resident);
-  w.embed = find.columns("embed.w", c.vocab_size, c.hidden_size);
+  const Finder find(backend, file, precision, ranks, w.resident);
+  w.embed = find.columns("embed", c.vocab_size, c.hidden_size);
   w.embed_stride = w.embed.step() * w.embed.k;
   w.final_norm = find.f32("final_norm.w", {static_cast<uint64_t>(c.hidden_size)});
-  w.lm_head = find.rows("lm_head.w", c.vocab_size, c.hidden_size);
-  for (int i = 0; i < c.num_layers; ++i) w.layers.push_back(load_layer(find, c, i, experts));
+  w.lm_head = find.rows("lm_head", c.vocab_size, c.hidden_size);
+  for (int i = 0; i < c.num_layers; ++i) w.layers.push_back(load_layer(find, c, i));
   return w;
 }
 

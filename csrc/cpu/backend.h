@@ -70,6 +70,10 @@ class CpuBackend final : public Backend {
     ++counters_[kernel];
     ++counters_[isa_];
   }
+  template <class T> void prepare(const MlaPrepareArgs&);
+  template <class T> void attend(const MlaAttentionArgs&);
+  template <class T> void values(const MlaValueArgs&);
+  float norm_factor(const float* x, float eps, int dim) const;  // 1/rms
   void norm_row(float* out, const float* x, const float* w, float eps, int dim) const;
   void moe_gate_up(const MoeArgs& a);
   void moe_down(const MoeArgs& a);

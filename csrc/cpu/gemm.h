@@ -1,4 +1,4 @@
-// What linear() and moe() share: strips of outputs, and rows packed for INT4.
+// What linear() and moe() share: strips of outputs, and rows as products read them.
 #pragma once
 #include "../ops.h"
 #include "kernels.h"
@@ -10,20 +10,27 @@ constexpr int kBlock = 64;  // rows a strip handles at a time, so that its resul
 
 inline int int4_groups(int k) { return (k + kGroup - 1) / kGroup; }
 
-// Rows as the kernel of a weight wants them: themselves for f32, packed into scratch for INT4.
+inline size_t held_bytes(Numerics numerics) { return numerics == Numerics::kBf16 ? sizeof(uint16_t) : sizeof(float); }
+
+// Rows as the kernel of a weight wants them: f32 or bf16 as they are, packed into scratch for INT4.
 class Packed {
  public:
-  Packed(const Kernels& k, const Weight& w, float* scratch);
-  const float* row(const float* x, int k, int at);  // `at` numbers the row's place in the scratch
+  // scratch: int4_groups(w.k) * kGroup floats a row.
+  Packed(const Kernels& k, const Weight& w, Numerics numerics, float* scratch);
+  const void* normed(float* x, int at);      // x fresh from a norm, which may change it; `at` numbers the row's place in the scratch
+  const void* held(const void* x, int at);   // x as an operation stored it for products
 
  private:
   const Kernels& k_;
-  bool int4_;
+  const bool int4_, bf16_;
+  const int width_;
   float* scratch_;
-  int stride_;
 };
 
-// y[i, j] = w[expert, first + j] . x[i] for n <= kStrip outputs.
-void gemm_strip(const Kernels& k, const Weight& w, int expert, const float* const* x, int m, int first, int n, float* y, int ldy);
+// y[i, j] = w[expert, first + j] . x[i] for n <= kStrip outputs; x as Packed gives them.
+void gemm_strip(const Kernels& k, const Weight& w, int expert, const void* const* x, int m, int first, int n, float* y, int ldy);
+
+// n activations as they are held: f32, or rounded to bf16.
+void store_held(const Kernels& k, void* out, size_t at, const float* x, int n, Numerics numerics);
 
 }  // namespace kdtree::cpu

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <cstring>
 
+#include "../bf16.h"
 #include "kernels.h"
 
 #define KDTREE_ISA_NAME "avx2"
@@ -28,6 +29,11 @@ struct V {
   static KDTREE_INLINE V zero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
   static KDTREE_INLINE V set(float v) { return {_mm256_set1_ps(v), _mm256_set1_ps(v)}; }
   static KDTREE_INLINE V load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
+  static KDTREE_INLINE __m256 widen_bf16(const uint16_t* p) {
+    const __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(wide, 16));
+  }
+  static KDTREE_INLINE V load(const uint16_t* p) { return {widen_bf16(p), widen_bf16(p + 8)}; }
   KDTREE_INLINE void store(float* p) const {
     _mm256_storeu_ps(p, lo);
     _mm256_storeu_ps(p + 8, hi);

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <cstring>
 
+#include "../bf16.h"
 #include "kernels.h"
 
 #define KDTREE_ISA_NAME "avx512"
@@ -28,6 +29,10 @@ struct V {
   static KDTREE_INLINE V zero() { return {_mm512_setzero_ps()}; }
   static KDTREE_INLINE V set(float x) { return {_mm512_set1_ps(x)}; }
   static KDTREE_INLINE V load(const float* p) { return {_mm512_loadu_ps(p)}; }
+  static KDTREE_INLINE V load(const uint16_t* p) {  // bf16
+    const __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+    return {_mm512_castsi512_ps(_mm512_slli_epi32(wide, 16))};
+  }
   KDTREE_INLINE void store(float* p) const { _mm512_storeu_ps(p, v); }
   static KDTREE_INLINE void nibbles(const uint8_t* p, V& even, V& odd) {
     const __m512 values = _mm512_setr_ps(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7);

@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <cstring>
 
+#include "../bf16.h"
 #include "kernels.h"
 #if defined(__ARM_NEON) && defined(__aarch64__)
 #include <arm_neon.h>
@@ -29,6 +30,11 @@ struct V {
   static V load(const float* p) {
     V r;
     for (int i = 0; i < 4; ++i) r.q[i] = vld1q_f32(p + 4 * i);
+    return r;
+  }
+  static V load(const uint16_t* p) {  // bf16
+    V r;
+    for (int i = 0; i < 4; ++i) r.q[i] = vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(p + 4 * i), 16));
     return r;
   }
   void store(float* p) const {
@@ -90,6 +96,11 @@ struct V {
   static V load(const float* p) {
     V r;
     std::memcpy(r.v, p, sizeof r.v);
+    return r;
+  }
+  static V load(const uint16_t* p) {  // bf16
+    V r;
+    for (int i = 0; i < 16; ++i) r.v[i] = bf16_value(p[i]);
     return r;
   }
   void store(float* p) const { std::memcpy(p, v, sizeof v); }

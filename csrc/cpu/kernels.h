@@ -19,21 +19,29 @@ struct Kernels {
   // y[i*ldy + j] = x[i] . w[j] over k elements.
   void (*gemm_f32)(const float* const* x, int m, const float* const* w, int n, int k, float* y, int ldy);
 
+  // As gemm_f32 with both sides bf16.
+  void (*gemm_bf16)(const uint16_t* const* x, int m, const uint16_t* const* w, int n, int k, float* y, int ldy);
+
   // As gemm_f32 with w[j] = q * scale, q the row's nibbles at q + j*16*groups, scale its bf16 at scale + j*groups. x[i] holds
   // groups*32 floats, per group the even elements, then the odd ones (pack_int4), as the nibbles of a byte are laid out.
   void (*gemm_int4)(const float* const* x, int m, const uint8_t* q, const uint16_t* scale, int n, int groups, float* y, int ldy);
 
   // out[groups*32] = x[k] padded with zeros, even and odd elements of each group parted.
   void (*pack_int4)(float* out, const float* x, int k);
+  void (*pack_int4_bf16)(float* out, const uint16_t* x, int k);
 
   // y[i] = decay[i] * y[i] + sum over t ascending of coef[i*ldc + t] * row[t], vectors of n; decay null: from zero.
   void (*weighted_sum)(const float* coef, int ldc, int m, const float* const* row, int t, int n, const float* decay, float* y,
                        int ldy);
 
+  void (*weighted_sum_bf16)(const float* coef, int ldc, int m, const uint16_t* const* row, int t, int n, const float* decay, float* y,
+                            int ldy);
+
   float (*sum_squares)(const float* x, int n);
   void (*scale_by)(float* out, const float* x, float factor, const float* w, int n);  // out = (x * factor) * w
   void (*divide)(float* x, float divisor, int n);                                     // x = x / divisor
   void (*silu_mul)(float* out, const float* gate, const float* up, int n);            // out = gate / (1 + exp(-gate)) * up
+  void (*to_bf16)(uint16_t* out, const float* x, int n);                              // nearest, ties to even (bf16.h)
   void (*sigmoid)(float* out, const float* x, int n);
   // The greatest of x; *finite is false if any element is NaN or infinite (the result is then meaningless).
   float (*max_value)(const float* x, int n, bool* finite);

@@ -3,8 +3,11 @@
 //
 // Bound by memory at one row (each weight is read once and used once); tiles of kMr rows by kNr outputs reuse it otherwise.
 
-template <int Mr, int Nr>
-inline __attribute__((always_inline)) void tile_f32(const float* const* x, const float* const* w, int k, float* y, int ldy) {
+inline float value_of(float x) { return x; }
+inline float value_of(uint16_t bits) { return bf16_value(bits); }
+
+template <int Mr, int Nr, class T>
+inline __attribute__((always_inline)) void tile_plain(const T* const* x, const T* const* w, int k, float* y, int ldy) {
   V acc[Mr][Nr];
   for (int i = 0; i < Mr; ++i) {
     for (int j = 0; j < Nr; ++j) acc[i][j] = V::zero();
@@ -31,25 +34,20 @@ inline __attribute__((always_inline)) void tile_f32(const float* const* x, const
   }
 }
 
-template <int Nr>
-inline __attribute__((always_inline)) void strip_f32(const float* const* x, int m, const float* const* w, int k, float* y, int ldy) {
+template <int Nr, class T>
+inline __attribute__((always_inline)) void strip_plain(const T* const* x, int m, const T* const* w, int k, float* y, int ldy) {
   int i = 0;
-  for (; i + kMr <= m; i += kMr) tile_f32<kMr, Nr>(x + i, w, k, y + i * ldy, ldy);
-  for (; kMr > 2 && i + 2 <= m; i += 2) tile_f32<2, Nr>(x + i, w, k, y + i * ldy, ldy);
-  for (; i < m; ++i) tile_f32<1, Nr>(x + i, w, k, y + i * ldy, ldy);
+  for (; i + kMr <= m; i += kMr) tile_plain<kMr, Nr>(x + i, w, k, y + i * ldy, ldy);
+  for (; kMr > 2 && i + 2 <= m; i += 2) tile_plain<2, Nr>(x + i, w, k, y + i * ldy, ldy);
+  for (; i < m; ++i) tile_plain<1, Nr>(x + i, w, k, y + i * ldy, ldy);
 }
 
-void gemm_f32(const float* const* x, int m, const float* const* w, int n, int k, float* y, int ldy) {
+// T float or uint16_t (bf16).
+template <class T>
+void gemm_plain(const T* const* x, int m, const T* const* w, int n, int k, float* y, int ldy) {
   int j = 0;
-  for (; j + kNr <= n; j += kNr) strip_f32<kNr>(x, m, w + j, k, y + j, ldy);
-  for (; j < n; ++j) strip_f32<1>(x, m, w + j, k, y + j, ldy);
-}
-
-inline float bf16(uint16_t bits) {
-  const uint32_t wide = static_cast<uint32_t>(bits) << 16;
-  float value;
-  std::memcpy(&value, &wide, sizeof value);
-  return value;
+  for (; j + kNr <= n; j += kNr) strip_plain<kNr>(x, m, w + j, k, y + j, ldy);
+  for (; j < n; ++j) strip_plain<1>(x, m, w + j, k, y + j, ldy);
 }
 
 template <int Mr, int Nr>
@@ -64,7 +62,7 @@ inline __attribute__((always_inline)) void tile_int4(const float* const* x, cons
     for (int j = 0; j < Nr; ++j) {
       V even, odd;
       V::nibbles(q + j * row_bytes + g * kGroupBytes, even, odd);
-      const V s = V::set(bf16(scale[static_cast<int64_t>(j) * groups + g]));
+      const V s = V::set(bf16_value(scale[static_cast<int64_t>(j) * groups + g]));
       for (int i = 0; i < Mr; ++i) {
         const V part = fma(V::load(x[i] + g * kGroup + 16), odd, mul(V::load(x[i] + g * kGroup), even));
         acc[i][j] = fma(part, s, acc[i][j]);
@@ -96,19 +94,20 @@ void gemm_int4(const float* const* x, int m, const uint8_t* q, const uint16_t* s
   }
 }
 
-void pack_int4(float* out, const float* x, int k) {
+template <class T>
+void pack_groups(float* out, const T* x, int k) {
   const int groups = (k + kGroup - 1) / kGroup;
   for (int g = 0; g < groups; ++g) {
     for (int j = 0; j < 16; ++j) {
       const int even = g * kGroup + 2 * j;
-      out[g * kGroup + j] = even < k ? x[even] : 0.0f;
-      out[g * kGroup + 16 + j] = even + 1 < k ? x[even + 1] : 0.0f;
+      out[g * kGroup + j] = even < k ? value_of(x[even]) : 0.0f;
+      out[g * kGroup + 16 + j] = even + 1 < k ? value_of(x[even + 1]) : 0.0f;
     }
   }
 }
 
-template <int Mr>
-inline __attribute__((always_inline)) void tile_sum(const float* coef, int ldc, const float* const* row, int t, int at, int lanes,
+template <int Mr, class T>
+inline __attribute__((always_inline)) void tile_sum(const float* coef, int ldc, const T* const* row, int t, int at, int lanes,
                                                     const float* decay, float* y, int ldy) {
   V acc[Mr];
   for (int i = 0; i < Mr; ++i) {
@@ -128,7 +127,8 @@ inline __attribute__((always_inline)) void tile_sum(const float* coef, int ldc, 
   for (int i = 0; i < Mr; ++i) store_tail(y + i * ldy + at, acc[i], lanes);
 }
 
-void weighted_sum(const float* coef, int ldc, int m, const float* const* row, int t, int n, const float* decay, float* y, int ldy) {
+template <class T>
+void weighted_rows(const float* coef, int ldc, int m, const T* const* row, int t, int n, const float* decay, float* y, int ldy) {
   for (int at = 0; at < n; at += 16) {
     const int lanes = n - at < 16 ? n - at : 16;
     int i = 0;
@@ -205,6 +205,10 @@ void silu_mul(float* out, const float* gate, const float* up, int n) {
   });
 }
 
+void to_bf16(uint16_t* out, const float* x, int n) {
+  for (int i = 0; i < n; ++i) out[i] = bf16_bits(x[i]);
+}
+
 void sigmoid(float* out, const float* x, int n) {
   const V one = V::set(1.0f);
   each(out, n, [&](int p, int lanes) KDTREE_INLINE {
@@ -258,5 +262,19 @@ float exp_sum(float* x, float shift, int n) {
 }  // namespace
 
 extern const Kernels table;
-const Kernels table = {KDTREE_ISA_NAME, gemm_f32, gemm_int4, pack_int4, weighted_sum, sum_squares, scale_by,
-                       divide,          silu_mul, sigmoid,   max_value, exp_sum};
+const Kernels table = {KDTREE_ISA_NAME,
+                       gemm_plain<float>,
+                       gemm_plain<uint16_t>,
+                       gemm_int4,
+                       pack_groups<float>,
+                       pack_groups<uint16_t>,
+                       weighted_rows<float>,
+                       weighted_rows<uint16_t>,
+                       sum_squares,
+                       scale_by,
+                       divide,
+                       silu_mul,
+                       to_bf16,
+                       sigmoid,
+                       max_value,
+                       exp_sum};

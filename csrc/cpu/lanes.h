@@ -6,6 +6,12 @@ inline V load_tail(const float* p, int lanes) {
   return V::load(padded);
 }
 
+inline V load_tail(const uint16_t* p, int lanes) {
+  uint16_t padded[16] = {};
+  std::memcpy(padded, p, sizeof(uint16_t) * static_cast<size_t>(lanes));
+  return V::load(padded);
+}
+
 inline void store_tail(float* p, V v, int lanes) {
   float padded[16];
   v.store(padded);

@@ -89,7 +89,9 @@ namespace {
 // Where moe() keeps what it needs between its phases; all in the scratch it is handed.
 struct MoePlan {
   float *normed, *packed, *packed_act, *product, *shared;
-  const float **x, **act, **shared_x;
+  uint16_t* narrow;  // the normed rows as bf16, for a shared expert beside INT4 ones
+  const void **x, **act, **shared_x;
+  const float** products;  // of one row
   int32_t *slots, *starts, *active;  // slots (row*top_k + choice) ordered by expert; first slot of each; experts in use
 
   // base null: only the size is wanted.
@@ -105,9 +107,11 @@ struct MoePlan {
     take(packed_act, all * int4_groups(inner) * kGroup);
     take(product, all * dim);
     take(shared, m * dim);
+    take(narrow, m * dim);
     take(x, all);
     take(act, all);
     take(shared_x, 2 * m);
+    take(products, static_cast<size_t>(top_k));
     take(slots, all);
     take(starts, static_cast<size_t>(experts) + 1);
     take(active, static_cast<size_t>(experts));
@@ -133,7 +137,7 @@ struct MoePlan {
 
 // One strip of one expert's (or the shared one's) outputs for all its rows, handed to `store` in blocks.
 template <class Store>
-void strip(const Weight& w, int expert, const float* const* x, int rows, int first, const Store& store) {
+void strip(const Weight& w, int expert, const void* const* x, int rows, int first, const Store& store) {
   const int n = w.n - first < kStrip ? w.n - first : kStrip;
   for (int r = 0; r < rows; r += kBlock) store(x + r, r, rows - r < kBlock ? rows - r : kBlock, first, n, expert);
 }
@@ -147,7 +151,8 @@ size_t CpuBackend::moe_scratch(int max_rows, int top_k, int experts, int inner, 
 void CpuBackend::moe(const MoeArgs& a) {
   if (a.phase != MoePhase::kDown) moe_gate_up(a);
   if (a.phase != MoePhase::kGateUp) moe_down(a);
-  count(a.gate.kind == WeightKind::kInt4 ? "experts_int4" : "experts_f32");
+  const bool bf16 = a.numerics == Numerics::kBf16;
+  count(a.gate.kind == WeightKind::kInt4 ? (bf16 ? "experts_int4_bf16" : "experts_int4") : bf16 ? "experts_bf16" : "experts_f32");
 }
 
 void CpuBackend::moe_gate_up(const MoeArgs& a) {
@@ -155,26 +160,34 @@ void CpuBackend::moe_gate_up(const MoeArgs& a) {
   const int shared_inner = a.shared_gate.n;
   MoePlan plan{};
   plan.lay_out(static_cast<char*>(a.scratch), a.max_rows, k, a.gate.e, a.down.k, dim);
-  Packed packed(k_, a.gate, plan.packed);
+  Packed packed(k_, a.gate, a.numerics, plan.packed);
   const int used = plan.group(a.ids, m, k, a.gate.e);
-  const float** row = plan.shared_x;
+  const void** row = plan.shared_x;
+  const auto narrowed = [&](int i, const float* b) {
+    uint16_t* out = plan.narrow + static_cast<size_t>(i) * dim;
+    k_.to_bf16(out, b, dim);
+    return out;
+  };
   for (int i = 0; i < m; ++i) {
     float* b = plan.normed + static_cast<size_t>(i) * dim;
     norm_row(b, a.x + static_cast<size_t>(i) * dim, a.norm_w, a.eps, dim);
-    row[i] = b;
-    const float* x = packed.row(b, dim, i);
+    const void* x = packed.normed(b, i);
+    // The shared expert is never INT4: its rows are the normed ones, or for bf16 what the experts get unless they are INT4.
+    row[i] = a.numerics == Numerics::kF32 ? b : a.gate.kind == WeightKind::kBf16 ? x : narrowed(i, b);
     for (int j = 0; j < k; ++j) plan.act[i * k + j] = x;  // by slot, for the moment
   }
   for (int p = 0; p < m * k; ++p) plan.x[p] = plan.act[plan.slots[p]];  // in the order of plan.slots
 
-  const auto gate_up = [&](const Weight& gate, const Weight& up, const int32_t* slots, float* act) {
-    return [&gate, &up, slots, act, this](const float* const* x, int r, int rows, int first, int n, int expert) {
+  const auto gate_up = [&](const Weight& gate, const Weight& up, const int32_t* slots, void* act) {
+    return [&gate, &up, &a, slots, act, this](const void* const* x, int r, int rows, int first, int n, int expert) {
       float g[kBlock * kStrip], u[kBlock * kStrip];
       gemm_strip(k_, gate, expert, x, rows, first, n, g, kStrip);
       gemm_strip(k_, up, expert, x, rows, first, n, u, kStrip);
       for (int i = 0; i < rows; ++i) {
         const size_t slot = static_cast<size_t>(slots == nullptr ? r + i : slots[r + i]);
-        k_.silu_mul(act + slot * gate.n + first, g + i * kStrip, u + i * kStrip, n);
+        float* both = g + i * kStrip;
+        k_.silu_mul(both, both, u + i * kStrip, n);
+        store_held(k_, act, slot * gate.n + first, both, n, a.numerics);
       }
     };
   };
@@ -183,11 +196,11 @@ void CpuBackend::moe_gate_up(const MoeArgs& a) {
     const int u = task / gate_strips;
     if (u >= used) {
       const int first = (task - used * gate_strips) * kStrip;
-      strip(a.shared_gate, 0, row, m, first, gate_up(a.shared_gate, a.shared_up, nullptr, static_cast<float*>(a.shared_act)));
+      strip(a.shared_gate, 0, row, m, first, gate_up(a.shared_gate, a.shared_up, nullptr, a.shared_act));
       return;
     }
     const int e = plan.active[u], begin = plan.starts[e], rows = plan.starts[e + 1] - begin;
-    strip(a.gate, e, plan.x + begin, rows, task % gate_strips * kStrip, gate_up(a.gate, a.up, plan.slots + begin, static_cast<float*>(a.act)));
+    strip(a.gate, e, plan.x + begin, rows, task % gate_strips * kStrip, gate_up(a.gate, a.up, plan.slots + begin, a.act));
   });
 }
 
@@ -196,15 +209,16 @@ void CpuBackend::moe_down(const MoeArgs& a) {
   const bool has_shared = a.shared_down.n > 0;
   MoePlan plan{};
   plan.lay_out(static_cast<char*>(a.scratch), a.max_rows, k, a.down.e, inner, a.dim);
-  Packed packed_act(k_, a.down, plan.packed_act);
+  Packed packed_act(k_, a.down, a.numerics, plan.packed_act);
+  const size_t item = held_bytes(a.numerics);
   const int used = plan.group(a.ids, m, k, a.down.e);
-  const float** shared_act = plan.shared_x;
-  for (int i = 0; i < m; ++i) shared_act[i] = static_cast<const float*>(a.shared_act) + static_cast<size_t>(i) * a.shared_down.k;
+  const void** shared_act = plan.shared_x;
+  for (int i = 0; i < m; ++i) shared_act[i] = static_cast<const char*>(a.shared_act) + static_cast<size_t>(i) * a.shared_down.k * item;
   for (int p = 0; p < m * k; ++p) {
-    plan.act[p] = packed_act.row(static_cast<const float*>(a.act) + static_cast<size_t>(plan.slots[p]) * inner, inner, p);
+    plan.act[p] = packed_act.held(static_cast<const char*>(a.act) + static_cast<size_t>(plan.slots[p]) * inner * item, p);
   }
   const auto down = [&](const Weight& w, const int32_t* slots, float* out) {
-    return [&w, slots, out, this](const float* const* x, int r, int rows, int first, int n, int expert) {
+    return [&w, slots, out, this](const void* const* x, int r, int rows, int first, int n, int expert) {
       float y[kBlock * kStrip];
       gemm_strip(k_, w, expert, x, rows, first, n, y, kStrip);
       for (int i = 0; i < rows; ++i) {
@@ -226,9 +240,9 @@ void CpuBackend::moe_down(const MoeArgs& a) {
   });
 
   for (int i = 0; i < m; ++i) {
-    for (int j = 0; j < k; ++j) plan.x[j] = plan.product + (static_cast<size_t>(i) * k + j) * dim;
+    for (int j = 0; j < k; ++j) plan.products[j] = plan.product + (static_cast<size_t>(i) * k + j) * dim;
     float* sum = plan.normed;  // free by now
-    k_.weighted_sum(a.weights + static_cast<size_t>(i) * k, k, 1, plan.x, k, dim, nullptr, sum, dim);
+    k_.weighted_sum(a.weights + static_cast<size_t>(i) * k, k, 1, plan.products, k, dim, nullptr, sum, dim);
     const float* shared = plan.shared + static_cast<size_t>(i) * dim;
     float* out = a.out + static_cast<size_t>(i) * dim;
     for (int d = 0; d < dim; ++d) out[d] += has_shared ? sum[d] + shared[d] : sum[d];
