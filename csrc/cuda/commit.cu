@@ -14,8 +14,8 @@ constexpr int kLayers = 64;  // a launch; their pointers travel as the kernel's 
 constexpr int kBatch = 8;    // rows a thread has in flight
 
 struct CommitParams {
-  float* latent[kLayers];
-  float* k_rope[kLayers];
+  void* latent[kLayers];
+  void* k_rope[kLayers];
   int rank, rope;
   const int32_t* accepted;
   const StepState* state;
@@ -23,18 +23,19 @@ struct CommitParams {
 
 // A thread moves one column of one layer, rows ascending: sources ascend and lie at or after their targets, and a batch is read
 // before it is written, so no source is overwritten before it was read.
+template <class T>
 __global__ __launch_bounds__(kThreads) void commit_kernel(const __grid_constant__ CommitParams p) {
   wait_for_previous();
   const int column = blockIdx.x * kThreads + threadIdx.x, layer = blockIdx.y;
   if (column >= p.rank + p.rope) return;
   const bool in_latent = column < p.rank;
   const int width = in_latent ? p.rank : p.rope, n = p.state->n_accepted;
-  float* base =
-      (in_latent ? p.latent[layer] + column : p.k_rope[layer] + column - p.rank) + static_cast<size_t>(p.state->base) * width;
+  T* base = (in_latent ? static_cast<T*>(p.latent[layer]) + column : static_cast<T*>(p.k_rope[layer]) + column - p.rank) +
+            static_cast<size_t>(p.state->base) * width;
   for (int j0 = 0; j0 < n; j0 += kBatch) {
-    float v[kBatch];
+    T v[kBatch];
 #pragma unroll
-    for (int i = 0; i < kBatch; ++i) v[i] = j0 + i < n ? base[static_cast<size_t>(p.accepted[j0 + i]) * width] : 0.f;
+    for (int i = 0; i < kBatch; ++i) v[i] = j0 + i < n ? base[static_cast<size_t>(p.accepted[j0 + i]) * width] : T(0);
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
       if (j0 + i < n) base[static_cast<size_t>(j0 + i) * width] = v[i];
@@ -75,10 +76,9 @@ void CudaBackend::kv_commit(const KvCommitArgs& a) {
   for (int first = 0; first < a.n_layers; first += kLayers) {
     CommitParams p{};
     const int layers = std::min(kLayers, a.n_layers - first);
-    for (int i = 0; i < layers; ++i) p.latent[i] = static_cast<float*>(a.layers[first + i].latent),
-                                     p.k_rope[i] = static_cast<float*>(a.layers[first + i].k_rope);
+    for (int i = 0; i < layers; ++i) p.latent[i] = a.layers[first + i].latent, p.k_rope[i] = a.layers[first + i].k_rope;
     p.rank = a.rank, p.rope = a.rope, p.accepted = a.accepted, p.state = a.state;
-    launch("kv_commit", commit_kernel, dim3((a.rank + a.rope + kThreads - 1) / kThreads, layers), kThreads, 0, p);
+    launch("kv_commit", a.numerics == Numerics::kBf16 ? commit_kernel<uint16_t> : commit_kernel<float>, dim3((a.rank + a.rope + kThreads - 1) / kThreads, layers), kThreads, 0, p);
   }
 }
 

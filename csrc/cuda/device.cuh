@@ -64,6 +64,21 @@ __device__ __forceinline__ float silu(float z) { return __fdiv_rn(z, __fadd_rn(1
 
 __device__ __forceinline__ float bf16_to_float(uint16_t bits) { return __uint_as_float(static_cast<uint32_t>(bits) << 16); }
 
+// The nearest bf16, ties to even; a NaN stays one.
+__device__ __forceinline__ uint16_t float_to_bf16(float v) {
+  const uint32_t bits = __float_as_uint(v);
+  if ((bits & 0x7fffffffu) > 0x7f800000u) return static_cast<uint16_t>((bits >> 16) | 0x40u);
+  return static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
+}
+
+// What only products read is held as T: float, or uint16_t for bf16. as_held<T> is the value a product then sees.
+template <class T> __device__ __forceinline__ T to_held(float v);
+template <> __device__ __forceinline__ float to_held<float>(float v) { return v; }
+template <> __device__ __forceinline__ uint16_t to_held<uint16_t>(float v) { return float_to_bf16(v); }
+__device__ __forceinline__ float from_held(float v) { return v; }
+__device__ __forceinline__ float from_held(uint16_t v) { return bf16_to_float(v); }
+template <class T> __device__ __forceinline__ float as_held(float v) { return from_held(to_held<T>(v)); }
+
 __device__ __forceinline__ float inverse_rms(float sum_of_squares, int n, float eps) {
   return __frcp_rn(__fsqrt_rn(__fadd_rn(__fdiv_rn(sum_of_squares, static_cast<float>(n)), eps)));
 }

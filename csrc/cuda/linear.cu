@@ -1,6 +1,6 @@
 // linear: y = w x for up to two weights that share the input, with the input's norm and the epilogue in the same launch.
 //
-// Bytes: N*K weights (4 bytes, or 1/2 + 1/16 for int4) once a tile of 8 rows; flops 2*M*N*K. Bound by weight bytes up to about
+// Bytes: N*K weights (4 bytes, 2 for bf16, 1/2 + 1/16 for int4) once a tile of 8 rows; flops 2*M*N*K. Bound by weight bytes up to about
 // M = 8. Reduction order: tile.cuh, a function of K alone; the norm's 1/rms multiplies the finished sum.
 #include "backend.h"
 #include "tile.cuh"
@@ -11,14 +11,14 @@ namespace {
 using namespace cuda;
 
 struct LinearParams {
-  const float* x;
+  const void* x;
   int ldx, k;
   const float* norm_w;
   float eps;
   const void* data[2];
   const uint16_t* scale[2];
   int n[2];
-  float* out[2];
+  void* out[2];
   int ldo[2];
   Epilogue epilogue;
   int max_rows;
@@ -38,39 +38,48 @@ __device__ __forceinline__ Column column(const LinearParams& p, int pair, int i)
   return clamped < p.n[0] ? Column{0, clamped, c < total} : Column{1, clamped - p.n[0], c < total};
 }
 
-template <WeightKind KIND, int VEC, int TM>
+// The block's rows of x, of type X. Rows that do not count harm nobody.
+template <class X, int TM, class Tile>
+__device__ __forceinline__ void multiply(Tile& tile, const LinearParams& p, int m0, float* xs, float (*squares)[TM]) {
+  const X* x[TM];
+#pragma unroll
+  for (int r = 0; r < TM; ++r) x[r] = static_cast<const X*>(p.x) + static_cast<size_t>(min(m0 + r, p.max_rows - 1)) * p.ldx;
+  tile.run(x, p.norm_w, p.eps, xs, squares);
+}
+
+template <WeightKind KIND, int VEC, int TM, Numerics NUM>
 __global__ __launch_bounds__(kTileThreads, 1) void linear_kernel(const __grid_constant__ LinearParams p) {
   extern __shared__ __align__(16) float xs[];
   __shared__ float squares[kTileWarps][TM];
   const int lane = threadIdx.x % kWarp, pair = blockIdx.x * kTileWarps + threadIdx.x / kWarp;
   const Column c0 = column(p, pair, 0), c1 = column(p, pair, 1);
-  PairTile<KIND, VEC, TM> tile(weight_row<KIND>(p.data[c0.part], p.scale[c0.part], c0.row, p.k),
-                               weight_row<KIND>(p.data[c1.part], p.scale[c1.part], c1.row, p.k), p.k);
+  PairTile<KIND, VEC, TM, NUM> tile(weight_row<KIND>(p.data[c0.part], p.scale[c0.part], c0.row, p.k),
+                                    weight_row<KIND>(p.data[c1.part], p.scale[c1.part], c1.row, p.k), p.k);
   wait_for_previous();
   const int m0 = blockIdx.y * TM, n_rows = active_rows(p.n_rows, p.max_rows);
   if (m0 > 0 && m0 >= n_rows) return;  // tile 0 always has a row, and need not wait for the count to arrive
-  const float* x[TM];
-#pragma unroll
-  for (int r = 0; r < TM; ++r)
-    x[r] = p.x + static_cast<size_t>(min(m0 + r, p.max_rows - 1)) * p.ldx;  // rows that do not count harm nobody
   const int m = m0 + lane;
   const bool mine = lane < TM && m < n_rows;
-  float* o0 = p.out[c0.part] + static_cast<size_t>(m) * p.ldo[c0.part] + c0.row;
-  float* o1 = p.out[c1.part] + static_cast<size_t>(m) * p.ldo[c1.part] + c1.row;
+  const size_t at0 = static_cast<size_t>(m) * p.ldo[c0.part] + c0.row, at1 = static_cast<size_t>(m) * p.ldo[c1.part] + c1.row;
+  float *o0 = static_cast<float*>(p.out[c0.part]) + at0, *o1 = static_cast<float*>(p.out[c1.part]) + at1;
   float2 before = make_float2(0.f, 0.f);
   if (p.epilogue == Epilogue::kResidual && mine) {  // in flight while the product is formed
     before = make_float2(c0.there ? *o0 : 0.f, c1.there ? *o1 : 0.f);
   }
-  tile.run(x, p.norm_w, xs, squares);
+  if (NUM == Numerics::kBf16 && p.norm_w == nullptr) {
+    multiply<Held<NUM>>(tile, p, m0, xs, squares);
+  } else {
+    multiply<float>(tile, p, m0, xs, squares);
+  }
 
   if (!mine) return;
   float2 y = tile.of_lane();
-  if (p.norm_w != nullptr) {
+  if (NUM == Numerics::kF32 && p.norm_w != nullptr) {
     const float inverse = tile.inverse(lane, p.eps, squares);
     y = make_float2(__fmul_rn(y.x, inverse), __fmul_rn(y.y, inverse));
   }
   if (p.epilogue == Epilogue::kSiluMul) {
-    if (c0.there) *o0 = __fmul_rn(silu(y.x), y.y);
+    if (c0.there) static_cast<Held<NUM>*>(p.out[0])[at0] = to_held<Held<NUM>>(__fmul_rn(silu(y.x), y.y));
   } else if (p.epilogue == Epilogue::kResidual) {
     if (c0.there) *o0 = __fadd_rn(before.x, y.x);
     if (c1.there) *o1 = __fadd_rn(before.y, y.y);
@@ -80,14 +89,21 @@ __global__ __launch_bounds__(kTileThreads, 1) void linear_kernel(const __grid_co
   }
 }
 
-template <WeightKind KIND, int VEC>
-void (*kernel_for(int tm))(LinearParams) {
+using Kernel = void (*)(LinearParams);
+
+template <WeightKind KIND, int VEC, Numerics NUM>
+Kernel by_rows(int tm) {
   switch (tm) {
-    case 1: return linear_kernel<KIND, VEC, 1>;
-    case 2: return linear_kernel<KIND, VEC, 2>;
-    case 4: return linear_kernel<KIND, VEC, 4>;
-    default: return linear_kernel<KIND, VEC, 8>;
+    case 1: return linear_kernel<KIND, VEC, 1, NUM>;
+    case 2: return linear_kernel<KIND, VEC, 2, NUM>;
+    case 4: return linear_kernel<KIND, VEC, 4, NUM>;
+    default: return linear_kernel<KIND, VEC, 8, NUM>;
   }
+}
+
+template <WeightKind KIND, Numerics NUM>
+Kernel kernel_for(bool vector, int tm) {
+  return vector ? by_rows<KIND, 4, NUM>(tm) : by_rows<KIND, 1, NUM>(tm);
 }
 
 }  // namespace
@@ -105,22 +121,25 @@ void CudaBackend::linear(const LinearArgs& a) {
                                     std::to_string(a.w[1].k));
   }
   LinearParams p{};
-  p.x = static_cast<const float*>(a.x), p.ldx = a.ldx, p.k = k, p.norm_w = a.norm_w, p.eps = a.eps, p.epilogue = a.epilogue, p.max_rows = a.max_rows,
+  p.x = a.x, p.ldx = a.ldx, p.k = k, p.norm_w = a.norm_w, p.eps = a.eps, p.epilogue = a.epilogue, p.max_rows = a.max_rows,
   p.n_rows = a.n_rows;
   bool vector = vector_ready(a.x, k) && a.ldx % 4 == 0 && vector_ready(a.norm_w, k);
-  const bool int4 = a.w[0].kind == WeightKind::kInt4;
+  const bool int4 = a.w[0].kind == WeightKind::kInt4, bf16 = a.numerics == Numerics::kBf16;
   for (int i = 0; i < 2; ++i) {
     const int j = i < a.parts ? i : 0;
     p.data[i] = a.w[j].data, p.scale[i] = a.w[j].scale, p.n[i] = i < a.parts ? a.w[i].n : 0;
-    p.out[i] = static_cast<float*>(a.out[paired ? 0 : j]), p.ldo[i] = a.ldo[paired ? 0 : j];
+    p.out[i] = a.out[paired ? 0 : j], p.ldo[i] = a.ldo[paired ? 0 : j];
     vector = vector && (int4 || vector_ready(p.data[i], k));
   }
   const int tm = a.max_rows >= 5 ? 8 : a.max_rows >= 3 ? 4 : a.max_rows;
-  const auto kernel = int4 ? (vector ? kernel_for<WeightKind::kInt4, 4>(tm) : kernel_for<WeightKind::kInt4, 1>(tm))
-                           : (vector ? kernel_for<WeightKind::kF32, 4>(tm) : kernel_for<WeightKind::kF32, 1>(tm));
+  const Kernel kernel = int4 && bf16 ? kernel_for<WeightKind::kInt4, Numerics::kBf16>(vector, tm)
+                        : int4       ? kernel_for<WeightKind::kInt4, Numerics::kF32>(vector, tm)
+                        : bf16       ? kernel_for<WeightKind::kBf16, Numerics::kBf16>(vector, tm)
+                                     : kernel_for<WeightKind::kF32, Numerics::kF32>(vector, tm);
   const int pairs = paired ? p.n[0] : (p.n[0] + p.n[1] + 1) / 2;
   const dim3 grid((pairs + kTileWarps - 1) / kTileWarps, (a.max_rows + tm - 1) / tm);
-  launch(int4 ? "linear_int4" : "linear_f32", kernel, grid, kTileThreads, tile_shared_bytes(tm, k, a.w[0].kind), p);
+  const char* name = int4 && bf16 ? "linear_int4_bf16" : int4 ? "linear_int4" : bf16 ? "linear_bf16" : "linear_f32";
+  launch(name, kernel, grid, kTileThreads, tile_shared_bytes(tm, k, a.w[0].kind), p);
 }
 
 }  // namespace kdtree

@@ -7,7 +7,8 @@
 //   the segment's greatest score, then exp(score - greatest); their sum: a chunk by a butterfly, chunks ascending;
 //   the values: a piece's keys ascending, then pieces ascending; segments: online softmax, ascending.
 // So a row's bits depend neither on the other rows, nor on how many heads a block takes, nor on whether a key is of this step.
-// Bytes: T*(R+P) cache floats a block, shared by its heads; flops 2*M*H*T*(2R+P). Bound by latency for short contexts, by f32
+// T is what only products read: float, or uint16_t for bf16.
+// Bytes: T*(R+P) cache elements a block, shared by its heads; flops 2*M*H*T*(2R+P). Bound by latency for short contexts, by f32
 // arithmetic for many heads.
 #include "backend.h"
 #include "device.cuh"
@@ -28,10 +29,10 @@ constexpr int kPiece = 16;
 struct AttentionParams {
   MlaDims dims;
   float scale;
-  const float* q_lat;
-  const float* q_rope;
+  const void* q_lat;
+  const void* q_rope;
   MlaCache cache;
-  float* o_lat;
+  void* o_lat;
   float* part;       // [M, H, segments, rank], null when there is one segment
   float* part_norm;  // [M, H, segments, 2]: greatest score, sum
   const int32_t* depths;
@@ -40,21 +41,36 @@ struct AttentionParams {
   const StepState* state;
 };
 
+template <int VEC>
+__device__ __forceinline__ void load_key(float (&k)[VEC], const float* key) {
+  if constexpr (VEC == 4) {
+    const float4 v = *reinterpret_cast<const float4*>(key);
+    k[0] = v.x, k[1] = v.y, k[2] = v.z, k[3] = v.w;
+  } else {
+    k[0] = *key;
+  }
+}
+
+template <int VEC>
+__device__ __forceinline__ void load_key(float (&k)[VEC], const uint16_t* key) {
+  if constexpr (VEC == 4) {
+    const uint2 v = *reinterpret_cast<const uint2*>(key);
+    k[0] = __uint_as_float(v.x << 16), k[1] = __uint_as_float(v.x & 0xffff0000u);
+    k[2] = __uint_as_float(v.y << 16), k[3] = __uint_as_float(v.y & 0xffff0000u);
+  } else {
+    k[0] = bf16_to_float(*key);
+  }
+}
+
 // Adds q.k over `dim` elements to a lane's share, VEC at a time; heads and keys are independent accumulators.
-template <int HEADS, int KEYS, int VEC>
-__device__ __forceinline__ void add_products(float (&acc)[HEADS][KEYS], const float* q, int q_stride, const float* keys,
+template <int HEADS, int KEYS, int VEC, class T>
+__device__ __forceinline__ void add_products(float (&acc)[HEADS][KEYS], const float* q, int q_stride, const T* keys,
                                              const int (&slot)[KEYS], int dim, int lane) {
   for (int r = lane * VEC; r < dim; r += kWarp * VEC) {
     float k[KEYS][VEC];
 #pragma unroll
     for (int j = 0; j < KEYS; ++j) {
-      const float* key = keys + static_cast<size_t>(slot[j]) * dim + r;
-      if constexpr (VEC == 4) {
-        const float4 v = *reinterpret_cast<const float4*>(key);
-        k[j][0] = v.x, k[j][1] = v.y, k[j][2] = v.z, k[j][3] = v.w;
-      } else {
-        k[j][0] = *key;
-      }
+      load_key(k[j], keys + static_cast<size_t>(slot[j]) * dim + r);
     }
 #pragma unroll
     for (int h = 0; h < HEADS; ++h) {
@@ -69,7 +85,7 @@ __device__ __forceinline__ void add_products(float (&acc)[HEADS][KEYS], const fl
 }
 
 // The keys' slots and every head's scores.
-template <int HEADS, int VEC>
+template <int HEADS, int VEC, class T>
 __device__ __forceinline__ void score_keys(const AttentionParams& p, const float* q, const int* slots, float (*score)[kSegment],
                                            int n) {
   constexpr int kBatch = HEADS >= 4 ? 4 : 8;  // keys a warp has in flight
@@ -80,8 +96,8 @@ __device__ __forceinline__ void score_keys(const AttentionParams& p, const float
 #pragma unroll
     for (int j = 0; j < kBatch; ++j) slot[j] = slots[min(first + j, n - 1)];
     float acc[HEADS][kBatch] = {};
-    add_products<HEADS, kBatch, VEC>(acc, q, rank + rope, static_cast<const float*>(p.cache.latent), slot, rank, lane);
-    add_products<HEADS, kBatch, VEC>(acc, q + rank, rank + rope, static_cast<const float*>(p.cache.k_rope), slot, rope, lane);
+    add_products<HEADS, kBatch, VEC>(acc, q, rank + rope, static_cast<const T*>(p.cache.latent), slot, rank, lane);
+    add_products<HEADS, kBatch, VEC>(acc, q + rank, rank + rope, static_cast<const T*>(p.cache.k_rope), slot, rope, lane);
 #pragma unroll
     for (int h = 0; h < HEADS; ++h) {
 #pragma unroll
@@ -93,8 +109,8 @@ __device__ __forceinline__ void score_keys(const AttentionParams& p, const float
   }
 }
 
-// Turns scores into exp(score - greatest). A warp a chunk; tops and sums of the chunks are left in shared memory.
-template <int HEADS>
+// Turns scores into exp(score - greatest), as a product reads it; the sums are of the unrounded. A warp a chunk; tops and sums of the chunks are left in shared memory.
+template <int HEADS, class T>
 __device__ __forceinline__ void weigh_keys(float (*score)[kSegment], float (*tops)[kChunks], float (*sums)[kChunks], int n) {
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
   const int t0 = warp * kChunk + lane, t1 = t0 + kWarp;
@@ -111,14 +127,14 @@ __device__ __forceinline__ void weigh_keys(float (*score)[kSegment], float (*top
     for (int c = 1; c < kChunks; ++c) top = fmaxf(top, tops[h][c]);
     const float p0 = t0 < n ? expf(__fsub_rn(score[h][t0], top)) : 0.f, p1 = t1 < n ? expf(__fsub_rn(score[h][t1], top)) : 0.f;
     const float sum = warp_sum(__fadd_rn(p0, p1));
-    score[h][t0] = p0, score[h][t1] = p1;
+    score[h][t0] = as_held<T>(p0), score[h][t1] = as_held<T>(p1);
     if (lane == 0) sums[h][warp] = sum;
   }
   __syncthreads();
 }
 
 // Sum of weights times latents over a piece of keys, for one latent column a COLUMN.
-template <int HEADS, int COLUMNS>
+template <int HEADS, int COLUMNS, class T>
 __device__ __forceinline__ void add_piece(float (&o)[HEADS][COLUMNS], const AttentionParams& p, const int* slots,
                                           const float (*score)[kSegment], int t0, int n, int r0) {
   constexpr int kBatch = COLUMNS == 1 ? kPiece : 4;  // keys a thread has in flight
@@ -129,9 +145,9 @@ __device__ __forceinline__ void add_piece(float (&o)[HEADS][COLUMNS], const Atte
     float v[kBatch][COLUMNS];
 #pragma unroll
     for (int j = 0; j < kBatch; ++j) {
-      const float* key = static_cast<const float*>(p.cache.latent) + static_cast<size_t>(slots[min(t0 + i + j, n - 1)]) * rank;
+      const T* key = static_cast<const T*>(p.cache.latent) + static_cast<size_t>(slots[min(t0 + i + j, n - 1)]) * rank;
 #pragma unroll
-      for (int c = 0; c < COLUMNS; ++c) v[j][c] = r0 + c * kThreads < rank ? key[r0 + c * kThreads] : 0.f;
+      for (int c = 0; c < COLUMNS; ++c) v[j][c] = r0 + c * kThreads < rank ? from_held(key[r0 + c * kThreads]) : 0.f;
     }
 #pragma unroll
     for (int h = 0; h < HEADS; ++h) {
@@ -147,7 +163,7 @@ __device__ __forceinline__ void add_piece(float (&o)[HEADS][COLUMNS], const Atte
 
 // HEADS heads a block, COLUMNS latent columns a thread. With one column a thread and a small rank, groups of threads take pieces
 // side by side and the pieces meet in shared memory; the order of additions is the same.
-template <int HEADS, int COLUMNS, int VEC>
+template <int HEADS, int COLUMNS, int VEC, class T>
 __global__ __launch_bounds__(kThreads, 1) void attention_kernel(const __grid_constant__ AttentionParams p) {
   extern __shared__ __align__(16) float shared[];  // q: [HEADS, rank + rope]; pieces: [groups, HEADS, rank], if more than one
   __shared__ float score[HEADS][kSegment];
@@ -163,7 +179,7 @@ __global__ __launch_bounds__(kThreads, 1) void attention_kernel(const __grid_con
   for (int i = threadIdx.x; i < HEADS * q_stride; i += kThreads) {
     const size_t row = static_cast<size_t>(m) * heads + min(h0 + i / q_stride, heads - 1);
     const int r = i % q_stride;
-    shared[i] = r < rank ? p.q_lat[row * rank + r] : p.q_rope[row * rope + r - rank];
+    shared[i] = from_held(r < rank ? static_cast<const T*>(p.q_lat)[row * rank + r] : static_cast<const T*>(p.q_rope)[row * rope + r - rank]);
   }
   for (int i = threadIdx.x; i < n; i += kThreads) {
     const int t = begin + i;
@@ -172,9 +188,9 @@ __global__ __launch_bounds__(kThreads, 1) void attention_kernel(const __grid_con
     slots[i] = slot;
   }
   __syncthreads();
-  score_keys<HEADS, VEC>(p, shared, slots, score, n);
+  score_keys<HEADS, VEC, T>(p, shared, slots, score, n);
   __syncthreads();
-  weigh_keys<HEADS>(score, tops, sums, n);
+  weigh_keys<HEADS, T>(score, tops, sums, n);
 
   float o[HEADS][COLUMNS] = {};
   const int lanes = COLUMNS > 1 ? kThreads : (rank + kWarp - 1) / kWarp * kWarp;  // threads a group
@@ -182,7 +198,7 @@ __global__ __launch_bounds__(kThreads, 1) void attention_kernel(const __grid_con
   if (groups == 1) {
     for (int t0 = 0; t0 < n; t0 += kPiece) {
       float piece[HEADS][COLUMNS] = {};
-      add_piece<HEADS, COLUMNS>(piece, p, slots, score, t0, n, r0);
+      add_piece<HEADS, COLUMNS, T>(piece, p, slots, score, t0, n, r0);
 #pragma unroll
       for (int h = 0; h < HEADS; ++h) {
 #pragma unroll
@@ -195,7 +211,7 @@ __global__ __launch_bounds__(kThreads, 1) void attention_kernel(const __grid_con
       const int t0 = round + group * kPiece;
       float piece[HEADS][COLUMNS] = {};
       if (group < groups && t0 < n) {
-        add_piece<HEADS, COLUMNS>(piece, p, slots, score, t0, n, r0);
+        add_piece<HEADS, COLUMNS, T>(piece, p, slots, score, t0, n, r0);
 #pragma unroll
         for (int h = 0; h < HEADS; ++h) {
           if (r0 < rank) pieces[(group * HEADS + h) * rank + r0] = piece[h][0];
@@ -226,13 +242,14 @@ __global__ __launch_bounds__(kThreads, 1) void attention_kernel(const __grid_con
       if (p.part != nullptr) {
         p.part[cell * rank + r] = o[h][c];
       } else {
-        p.o_lat[row * rank + r] = __fdiv_rn(o[h][c], sum);
+        static_cast<T*>(p.o_lat)[row * rank + r] = to_held<T>(__fdiv_rn(o[h][c], sum));
       }
     }
   }
 }
 
 // Folds a row's segments in ascending order. With one segment it divides just as attention_kernel does alone.
+template <class T>
 __global__ __launch_bounds__(kThreads) void combine_kernel(const __grid_constant__ AttentionParams p, int segments) {
   wait_for_previous();
   const int m = blockIdx.y, rank = p.dims.rank;
@@ -250,16 +267,22 @@ __global__ __launch_bounds__(kThreads) void combine_kernel(const __grid_constant
       o = __fmaf_rn(o, old, __fmul_rn(part[static_cast<size_t>(s) * rank + r], fresh));
       top = next;
     }
-    p.o_lat[row * rank + r] = __fdiv_rn(o, sum);
+    static_cast<T*>(p.o_lat)[row * rank + r] = to_held<T>(__fdiv_rn(o, sum));
   }
 }
 
 using Kernel = void (*)(AttentionParams);
 
-template <int HEADS>
+template <int HEADS, class T>
 Kernel by_columns(int columns) {
-  if (columns <= 1) return attention_kernel<HEADS, 1, 4>;
-  return columns <= 2 ? attention_kernel<HEADS, 2, 4> : attention_kernel<HEADS, 4, 4>;
+  if (columns <= 1) return attention_kernel<HEADS, 1, 4, T>;
+  return columns <= 2 ? attention_kernel<HEADS, 2, 4, T> : attention_kernel<HEADS, 4, 4, T>;
+}
+
+template <class T>
+Kernel kernel_for(int heads, int columns, bool vector) {
+  if (!vector) return columns <= 1 ? attention_kernel<1, 1, 1, T> : attention_kernel<1, 4, 1, T>;
+  return heads == 1 ? by_columns<1, T>(columns) : heads == 4 ? by_columns<4, T>(columns) : by_columns<8, T>(columns);
 }
 
 int segments_of(int max_keys) { return max_keys <= 0 ? 0 : (max_keys - 1) / kSegment + 1; }
@@ -281,7 +304,7 @@ void CudaBackend::mla_attention(const MlaAttentionArgs& a) {
     throw Error("ConfigError",
                 name_ + ": kv_lora_rank " + std::to_string(rank) + " is above the 1024 that mla_attention is built for");
   const int segments = segments_of(a.max_keys);
-  AttentionParams p{a.dims,  a.scale,       static_cast<const float*>(a.q_lat), static_cast<const float*>(a.q_rope), a.cache, static_cast<float*>(a.o_lat), nullptr,
+  AttentionParams p{a.dims,  a.scale,       a.q_lat,     a.q_rope,           a.cache, a.o_lat, nullptr,
                     nullptr, a.rows.depths, a.rows.path, a.rows.path_stride, a.state};
   if (segments > 1) {
     p.part = static_cast<float*>(a.scratch);
@@ -293,15 +316,13 @@ void CudaBackend::mla_attention(const MlaAttentionArgs& a) {
   const bool vector = rank % 4 == 0 && a.dims.rope % 4 == 0 && reinterpret_cast<uintptr_t>(a.cache.latent) % 16 == 0 &&
                       reinterpret_cast<uintptr_t>(a.cache.k_rope) % 16 == 0;
   if (!vector) heads = 1;
-  const Kernel kernel = !vector      ? (columns <= 1 ? attention_kernel<1, 1, 1> : attention_kernel<1, 4, 1>)
-                        : heads == 1 ? by_columns<1>(columns)
-                        : heads == 4 ? by_columns<4>(columns)
-                                     : by_columns<8>(columns);
+  const bool bf16 = a.dims.numerics == Numerics::kBf16;
+  const Kernel kernel = bf16 ? kernel_for<uint16_t>(heads, columns, vector) : kernel_for<float>(heads, columns, vector);
   const size_t pieces = columns > 1 ? 0 : static_cast<size_t>(kThreads / ((rank + kWarp - 1) / kWarp * kWarp)) * heads * rank;
   const size_t shared = sizeof(float) * (static_cast<size_t>(heads) * (rank + a.dims.rope) + pieces);
   reserve_shared(reinterpret_cast<const void*>(kernel), "mla_attention", shared);
-  launch("mla_attention", kernel, dim3(segments, (a.dims.heads + heads - 1) / heads, rows), kThreads, shared, p);
-  if (segments > 1) launch("mla_attention_combine", combine_kernel, dim3(a.dims.heads, rows), kThreads, 0, p, segments);
+  launch(bf16 ? "mla_attention_bf16" : "mla_attention", kernel, dim3(segments, (a.dims.heads + heads - 1) / heads, rows), kThreads, shared, p);
+  if (segments > 1) launch("mla_attention_combine", bf16 ? combine_kernel<uint16_t> : combine_kernel<float>, dim3(a.dims.heads, rows), kThreads, 0, p, segments);
 }
 
 }  // namespace kdtree

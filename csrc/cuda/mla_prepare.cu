@@ -30,10 +30,10 @@ struct PrepareParams {
   const float* kv;
   const float* kv_norm_w;
   float eps;
-  const float* kv_b;
+  const void* kv_b;
   const float* cos_sin;
-  float* q_lat;
-  float* q_rope;
+  void* q_lat;
+  void* q_rope;
   MlaCache cache;
   const int32_t* depths;
   int max_rows;
@@ -45,21 +45,21 @@ __device__ __forceinline__ float2 angle(const PrepareParams& p, int position, in
   return make_float2(__ldg(entry), __ldg(entry + 1));
 }
 
-template <int TM>
+template <class T, int TM>
 __device__ void write_latents(const PrepareParams& p, int m0, int n_rows, int kv_len) {
   const int lane = threadIdx.x % kWarp, rank = p.dims.rank;
   const int m = m0 + static_cast<int>(threadIdx.x) / kWarp;
   if (m >= min(n_rows, m0 + TM)) return;
   KD_ASSERT(kv_len + m < p.cache.slots, "mla_prepare: the cache is full");
   const float* kv = p.kv + static_cast<size_t>(m) * (rank + p.dims.rope);
-  float* latent = static_cast<float*>(p.cache.latent) + static_cast<size_t>(kv_len + m) * rank;
+  T* latent = static_cast<T*>(p.cache.latent) + static_cast<size_t>(kv_len + m) * rank;
   float ss = 0.f;
   for (int r = lane; r < rank; r += kWarp) ss = __fmaf_rn(kv[r], kv[r], ss);
   const float inverse = inverse_rms(warp_sum(ss), rank, p.eps);
-  for (int r = lane; r < rank; r += kWarp) latent[r] = __fmul_rn(__fmul_rn(kv[r], inverse), __ldg(p.kv_norm_w + r));
+  for (int r = lane; r < rank; r += kWarp) latent[r] = to_held<T>(__fmul_rn(__fmul_rn(kv[r], inverse), __ldg(p.kv_norm_w + r)));
 }
 
-template <int TM>
+template <class T, int TM>
 __device__ void rotate_rows(const PrepareParams& p, int m0, int n_rows, int kv_len) {
   const int rope = p.dims.rope, pairs = rope / 2, heads = p.dims.heads, q_dim = p.dims.nope + rope;
   const int rows = min(TM, n_rows - m0);
@@ -68,14 +68,15 @@ __device__ void rotate_rows(const PrepareParams& p, int m0, int n_rows, int kv_l
     const size_t row = static_cast<size_t>(m) * heads + head;
     const float* in =
         head < heads ? p.q + row * q_dim + p.dims.nope : p.kv + static_cast<size_t>(m) * (p.dims.rank + rope) + p.dims.rank;
-    float* out = head < heads ? p.q_rope + row * rope : static_cast<float*>(p.cache.k_rope) + static_cast<size_t>(kv_len + m) * rope;
+    T* out = head < heads ? static_cast<T*>(p.q_rope) + row * rope : static_cast<T*>(p.cache.k_rope) + static_cast<size_t>(kv_len + m) * rope;
     const float2 x = make_float2(in[2 * pair], in[2 * pair + 1]);
     const float2 y = rotate(x, angle(p, kv_len + p.depths[m], pair));
-    out[2 * pair] = y.x, out[2 * pair + 1] = y.y;
+    out[2 * pair] = to_held<T>(y.x), out[2 * pair + 1] = to_held<T>(y.y);
   }
 }
 
-template <int TM>
+// T: what only products read, float or bf16; the weights too.
+template <class T, int TM>
 __global__ __launch_bounds__(kThreads, 1) void prepare_kernel(const __grid_constant__ PrepareParams p, int column_blocks) {
   extern __shared__ __align__(16) float nope[];  // [TM, whole(dims.nope)], zeros past dims.nope
   const int m0 = blockIdx.y * TM;
@@ -84,19 +85,19 @@ __global__ __launch_bounds__(kThreads, 1) void prepare_kernel(const __grid_const
     wait_for_previous();
     const int n_rows = active_rows(&p.state->n_rows, p.max_rows), kv_len = p.state->kv_len;
     if (static_cast<int>(blockIdx.x) == p.dims.heads * column_blocks) {
-      write_latents<TM>(p, m0, n_rows, kv_len);
+      write_latents<T, TM>(p, m0, n_rows, kv_len);
     } else {
-      rotate_rows<TM>(p, m0, n_rows, kv_len);
+      rotate_rows<T, TM>(p, m0, n_rows, kv_len);
     }
     return;
   }
   const int rank = p.dims.rank, n = p.dims.nope, q_dim = n + p.dims.rope;
   const int r = column_block * kThreads + threadIdx.x;
   const bool inside = r < rank;
-  const float* w = p.kv_b + static_cast<size_t>(head) * (n + p.dims.v) * rank + (inside ? r : 0);
+  const T* w = static_cast<const T*>(p.kv_b) + static_cast<size_t>(head) * (n + p.dims.v) * rank + (inside ? r : 0);
   float ahead[kAhead];
 #pragma unroll
-  for (int i = 0; i < kAhead; ++i) ahead[i] = i < n ? __ldg(w + static_cast<size_t>(i) * rank) : 0.f;
+  for (int i = 0; i < kAhead; ++i) ahead[i] = i < n ? from_held(__ldg(w + static_cast<size_t>(i) * rank)) : 0.f;
 
   wait_for_previous();
   const int n_rows = active_rows(&p.state->n_rows, p.max_rows);
@@ -104,7 +105,7 @@ __global__ __launch_bounds__(kThreads, 1) void prepare_kernel(const __grid_const
   const int stride = whole(n);
   for (int i = threadIdx.x; i < TM * stride; i += kThreads) {
     const int m = min(m0 + i / stride, p.max_rows - 1), k = i % stride;  // rows that do not count harm nobody
-    nope[i] = k < n ? p.q[(static_cast<size_t>(m) * p.dims.heads + head) * q_dim + k] : 0.f;
+    nope[i] = k < n ? as_held<T>(p.q[(static_cast<size_t>(m) * p.dims.heads + head) * q_dim + k]) : 0.f;
   }
   __syncthreads();
   float acc[TM] = {};
@@ -114,7 +115,7 @@ __global__ __launch_bounds__(kThreads, 1) void prepare_kernel(const __grid_const
     for (int i = 0; i < kAhead; ++i) {
       v[i] = ahead[i];
       const int next = base + kAhead + i;
-      ahead[i] = next < n ? __ldg(w + static_cast<size_t>(next) * rank) : 0.f;
+      ahead[i] = next < n ? from_held(__ldg(w + static_cast<size_t>(next) * rank)) : 0.f;
     }
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) {
@@ -124,16 +125,18 @@ __global__ __launch_bounds__(kThreads, 1) void prepare_kernel(const __grid_const
   }
 #pragma unroll
   for (int t = 0; t < TM; ++t) {
-    if (inside && m0 + t < n_rows) p.q_lat[(static_cast<size_t>(m0 + t) * p.dims.heads + head) * rank + r] = acc[t];
+    if (inside && m0 + t < n_rows)
+      static_cast<T*>(p.q_lat)[(static_cast<size_t>(m0 + t) * p.dims.heads + head) * rank + r] = to_held<T>(acc[t]);
   }
 }
 
+template <class T>
 void (*prepare_for(int tm))(PrepareParams, int) {
   switch (tm) {
-    case 1: return prepare_kernel<1>;
-    case 2: return prepare_kernel<2>;
-    case 4: return prepare_kernel<4>;
-    default: return prepare_kernel<8>;
+    case 1: return prepare_kernel<T, 1>;
+    case 2: return prepare_kernel<T, 2>;
+    case 4: return prepare_kernel<T, 4>;
+    default: return prepare_kernel<T, 8>;
   }
 }
 
@@ -142,14 +145,15 @@ void (*prepare_for(int tm))(PrepareParams, int) {
 void CudaBackend::mla_prepare(const MlaPrepareArgs& a) {
   const int rows = a.rows.max_rows;
   if (rows <= 0) return;
-  const PrepareParams p{a.dims,  a.q,      a.kv,    a.kv_norm_w,   a.eps, static_cast<const float*>(a.kv_b.data), a.cos_sin,
-                        static_cast<float*>(a.q_lat), static_cast<float*>(a.q_rope), a.cache, a.rows.depths, rows,  a.state};
+  const PrepareParams p{a.dims,  a.q,      a.kv,    a.kv_norm_w,   a.eps, a.kv_b.data, a.cos_sin,
+                        a.q_lat, a.q_rope, a.cache, a.rows.depths, rows,  a.state};
   const int tm = rows >= 5 ? 8 : rows >= 3 ? 4 : rows;
   const int column_blocks = (a.dims.rank + kThreads - 1) / kThreads;
   const size_t shared = sizeof(float) * tm * static_cast<size_t>(whole(a.dims.nope));
-  const auto kernel = prepare_for(tm);
+  const bool bf16 = a.dims.numerics == Numerics::kBf16;
+  const auto kernel = bf16 ? prepare_for<uint16_t>(tm) : prepare_for<float>(tm);
   reserve_shared(reinterpret_cast<const void*>(kernel), "mla_prepare", shared);
-  launch("mla_prepare", kernel, dim3(a.dims.heads * column_blocks + 2, (rows + tm - 1) / tm), kThreads, shared, p,
+  launch(bf16 ? "mla_prepare_bf16" : "mla_prepare", kernel, dim3(a.dims.heads * column_blocks + 2, (rows + tm - 1) / tm), kThreads, shared, p,
          column_blocks);
 }
 

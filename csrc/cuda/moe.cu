@@ -25,8 +25,8 @@ struct GateUpParams {
   const int32_t* ids;
   int top_k;
   Weight gate, up, shared_gate, shared_up;
-  float* act;
-  float* shared_act;
+  void* act;
+  void* shared_act;
   int max_rows;
   const int32_t* n_rows;
   int tiles;                        // blocks an expert
@@ -75,14 +75,15 @@ __device__ int places_of(const int32_t* ids, int n_rows, int top_k, int expert, 
 }
 
 // silu(gate)*up of the row that is this lane's.
-template <WeightKind KIND, int VEC, int TM>
-__device__ __forceinline__ float activation(const PairTile<KIND, VEC, TM>& tile, float eps, const float (*squares)[TM]) {
+template <WeightKind KIND, int VEC, int TM, Numerics NUM>
+__device__ __forceinline__ float activation(const PairTile<KIND, VEC, TM, NUM>& tile, float eps, const float (*squares)[TM]) {
   const float2 y = tile.of_lane();
+  if (NUM == Numerics::kBf16) return __fmul_rn(silu(y.x), y.y);
   const float inverse = tile.inverse(tile.lane, eps, squares);
   return __fmul_rn(silu(__fmul_rn(y.x, inverse)), __fmul_rn(y.y, inverse));
 }
 
-template <WeightKind KIND, int VEC, int TM>
+template <WeightKind KIND, int VEC, int TM, Numerics NUM>
 __global__ __launch_bounds__(kTileThreads, 1) void gate_up_kernel(const __grid_constant__ GateUpParams p) {
   extern __shared__ __align__(16) float xs[];
   __shared__ float squares[kTileWarps][TM];
@@ -94,17 +95,18 @@ __global__ __launch_bounds__(kTileThreads, 1) void gate_up_kernel(const __grid_c
   if (static_cast<int>(blockIdx.x) < p.shared_blocks) {
     const int m0 = static_cast<int>(blockIdx.x) / p.shared_tiles * TM;
     const int i = static_cast<int>(blockIdx.x) % p.shared_tiles * kTileWarps + warp, row = min(i, p.shared_gate.n - 1);
-    PairTile<WeightKind::kF32, VEC, TM> tile(weight_row<WeightKind::kF32>(p.shared_gate.data, nullptr, row, p.dim),
-                                             weight_row<WeightKind::kF32>(p.shared_up.data, nullptr, row, p.dim), p.dim);
+    PairTile<kPlain<NUM>, VEC, TM, NUM> tile(weight_row<kPlain<NUM>>(p.shared_gate.data, nullptr, row, p.dim),
+                                             weight_row<kPlain<NUM>>(p.shared_up.data, nullptr, row, p.dim), p.dim);
     wait_for_previous();
     const int n_rows = active_rows(p.n_rows, p.max_rows);
     if (m0 > 0 && m0 >= n_rows) return;
 #pragma unroll
     for (int r = 0; r < TM; ++r) x[r] = p.x + static_cast<size_t>(min(m0 + r, p.max_rows - 1)) * p.dim;
-    tile.run(x, p.norm_w, xs, squares);
+    tile.run(x, p.norm_w, p.eps, xs, squares);
     const int m = m0 + lane;
     if (lane < TM && m < n_rows && i < p.shared_gate.n)
-      p.shared_act[static_cast<size_t>(m) * p.shared_gate.n + i] = activation(tile, p.eps, squares);
+      static_cast<Held<NUM>*>(p.shared_act)[static_cast<size_t>(m) * p.shared_gate.n + i] =
+          to_held<Held<NUM>>(activation(tile, p.eps, squares));
     return;
   }
 
@@ -135,15 +137,16 @@ __global__ __launch_bounds__(kTileThreads, 1) void gate_up_kernel(const __grid_c
   KD_ASSERT(expert >= 0 && expert < p.gate.e, "moe: an expert id out of range");
   const size_t row = static_cast<size_t>(expert) * p.gate.n + min(i, p.gate.n - 1);
   for (int first = 0; first < rows; first += TM) {
-    PairTile<KIND, VEC, TM> tile(weight_row<KIND>(p.gate.data, p.gate.scale, row, p.dim),
-                                 weight_row<KIND>(p.up.data, p.up.scale, row, p.dim), p.dim);
+    PairTile<KIND, VEC, TM, NUM> tile(weight_row<KIND>(p.gate.data, p.gate.scale, row, p.dim),
+                                      weight_row<KIND>(p.up.data, p.up.scale, row, p.dim), p.dim);
     if (first > 0) __syncthreads();  // everyone has read the tile before and its sums of squares
 #pragma unroll
     for (int r = 0; r < TM; ++r) x[r] = p.x + static_cast<size_t>(list[min(first + r, rows - 1)] / p.top_k) * p.dim;
-    tile.run(x, p.norm_w, xs, squares);
+    tile.run(x, p.norm_w, p.eps, xs, squares);
     const int r = first + lane;
     if (lane < TM && r < rows && i < p.gate.n)
-      p.act[static_cast<size_t>(list[r]) * p.gate.n + i] = activation(tile, p.eps, squares);
+      static_cast<Held<NUM>*>(p.act)[static_cast<size_t>(list[r]) * p.gate.n + i] =
+          to_held<Held<NUM>>(activation(tile, p.eps, squares));
   }
 }
 
@@ -152,16 +155,16 @@ struct DownParams {
   const float* weights;
   int top_k, dim;
   Weight down, shared_down;
-  const float* act;
-  const float* shared_act;
+  const void* act;
+  const void* shared_act;
   float* out;
   int max_rows;
   const int32_t* n_rows;
 };
 
 // Products of COLUMNS consecutive weight rows with one activation row; every lane gets them.
-template <WeightKind KIND, int VEC, int COLUMNS>
-__device__ __forceinline__ void row_products(float (&acc)[COLUMNS], const Weight& w, size_t first, int last, const float* x,
+template <WeightKind KIND, int VEC, int COLUMNS, class X>
+__device__ __forceinline__ void row_products(float (&acc)[COLUMNS], const Weight& w, size_t first, int last, const X* x,
                                              int lane) {
   using Piece = Fragment<KIND, VEC>;
   const int k = w.k;
@@ -184,7 +187,7 @@ __device__ __forceinline__ void row_products(float (&acc)[COLUMNS], const Weight
         load_lane(v, x + at);
       } else {
 #pragma unroll
-        for (int e = 0; e < Piece::kLane; ++e) v[e] = at + e < k ? x[at + e] : 0.f;
+        for (int e = 0; e < Piece::kLane; ++e) v[e] = at + e < k ? from_held(x[at + e]) : 0.f;
       }
 #pragma unroll
       for (int c = 0; c < COLUMNS; ++c) acc[c] = piece[c].fold(acc[c], u, v);
@@ -195,7 +198,7 @@ __device__ __forceinline__ void row_products(float (&acc)[COLUMNS], const Weight
 }
 
 // OUTPUTS outputs of one row a block, COLUMNS of them a warp at a time.
-template <WeightKind KIND, int VEC, int OUTPUTS, int COLUMNS>
+template <WeightKind KIND, int VEC, int OUTPUTS, int COLUMNS, Numerics NUM>
 __global__ __launch_bounds__(kTileThreads, 1) void down_kernel(const __grid_constant__ DownParams p) {
   extern __shared__ float product[];  // [top_k + 1, OUTPUTS]
   wait_for_previous();
@@ -212,10 +215,10 @@ __global__ __launch_bounds__(kTileThreads, 1) void down_kernel(const __grid_cons
       const int place = m * p.top_k + j, expert = p.ids[place];
       KD_ASSERT(expert >= 0 && expert < p.down.e, "moe: an expert id out of range");
       row_products<KIND, VEC, COLUMNS>(acc, p.down, static_cast<size_t>(expert) * p.dim + d, last,
-                                       p.act + static_cast<size_t>(place) * p.down.k, lane);
+                                       static_cast<const Held<NUM>*>(p.act) + static_cast<size_t>(place) * p.down.k, lane);
     } else {
-      row_products<WeightKind::kF32, VEC, COLUMNS>(acc, p.shared_down, d, last,
-                                                   p.shared_act + static_cast<size_t>(m) * p.shared_down.k, lane);
+      row_products<kPlain<NUM>, VEC, COLUMNS>(
+          acc, p.shared_down, d, last, static_cast<const Held<NUM>*>(p.shared_act) + static_cast<size_t>(m) * p.shared_down.k, lane);
     }
 #pragma unroll
     for (int c = 0; c < COLUMNS; ++c) {
@@ -232,14 +235,25 @@ __global__ __launch_bounds__(kTileThreads, 1) void down_kernel(const __grid_cons
   *out = __fadd_rn(*out, sum);
 }
 
-template <WeightKind KIND, int VEC>
-void (*gate_up_for(int tm))(GateUpParams) {
-  return tm == 1 ? gate_up_kernel<KIND, VEC, 1> : tm == 2 ? gate_up_kernel<KIND, VEC, 2> : gate_up_kernel<KIND, VEC, 4>;
+using GateUp = void (*)(GateUpParams);
+using Down = void (*)(DownParams);
+
+template <WeightKind KIND, int VEC, Numerics NUM>
+GateUp gate_up_by_rows(int tm) {
+  return tm == 1   ? gate_up_kernel<KIND, VEC, 1, NUM>
+         : tm == 2 ? gate_up_kernel<KIND, VEC, 2, NUM>
+                   : gate_up_kernel<KIND, VEC, 4, NUM>;
 }
 
-template <WeightKind KIND, int VEC>
-void (*down_for(bool wide))(DownParams) {
-  return wide ? down_kernel<KIND, VEC, 8, 4> : down_kernel<KIND, VEC, 2, 2>;
+template <WeightKind KIND, Numerics NUM>
+GateUp gate_up_for(bool vector, int tm) {
+  return vector ? gate_up_by_rows<KIND, 4, NUM>(tm) : gate_up_by_rows<KIND, 1, NUM>(tm);
+}
+
+template <WeightKind KIND, Numerics NUM>
+Down down_for(bool vector, bool wide) {
+  if (vector) return wide ? down_kernel<KIND, 4, 8, 4, NUM> : down_kernel<KIND, 4, 2, 2, NUM>;
+  return wide ? down_kernel<KIND, 1, 8, 4, NUM> : down_kernel<KIND, 1, 2, 2, NUM>;
 }
 
 }  // namespace
@@ -252,39 +266,45 @@ void CudaBackend::moe(const MoeArgs& a) {
     throw Error("ConfigError", name_ + ": n_routed_experts " + std::to_string(a.gate.e) + " is above the " +
                                    std::to_string(kMaxExperts) + " that moe is built for");
   }
-  const bool int4 = a.gate.kind == WeightKind::kInt4;
+  const bool int4 = a.gate.kind == WeightKind::kInt4, bf16 = a.numerics == Numerics::kBf16;
   const int tm = a.max_rows >= 3 ? 4 : a.max_rows, shared_n = a.shared_gate.n;
   const int slots = a.max_rows * a.top_k < a.gate.e ? a.max_rows * a.top_k : a.gate.e;
 
   GateUpParams g{};
   g.x = a.x, g.dim = a.dim, g.norm_w = a.norm_w, g.eps = a.eps, g.ids = a.ids, g.top_k = a.top_k;
   g.gate = a.gate, g.up = a.up, g.shared_gate = a.shared_gate, g.shared_up = a.shared_up;
-  g.act = static_cast<float*>(a.act), g.shared_act = static_cast<float*>(a.shared_act), g.max_rows = a.max_rows, g.n_rows = a.n_rows;
+  g.act = a.act, g.shared_act = a.shared_act, g.max_rows = a.max_rows, g.n_rows = a.n_rows;
   g.tiles = (a.gate.n + kTileWarps - 1) / kTileWarps;
   g.shared_tiles = (shared_n + kTileWarps - 1) / kTileWarps;
   g.shared_blocks = g.shared_tiles * ((a.max_rows + tm - 1) / tm);
   const bool plain = vector_ready(a.x, a.dim) && vector_ready(a.norm_w, a.dim) && vector_ready(a.shared_gate.data, a.dim) &&
                      vector_ready(a.shared_up.data, a.dim) &&
                      (int4 || (vector_ready(a.gate.data, a.dim) && vector_ready(a.up.data, a.dim)));
-  const auto gate_up = int4 ? (plain ? gate_up_for<WeightKind::kInt4, 4>(tm) : gate_up_for<WeightKind::kInt4, 1>(tm))
-                            : (plain ? gate_up_for<WeightKind::kF32, 4>(tm) : gate_up_for<WeightKind::kF32, 1>(tm));
+  const GateUp gate_up = int4 && bf16 ? gate_up_for<WeightKind::kInt4, Numerics::kBf16>(plain, tm)
+                         : int4       ? gate_up_for<WeightKind::kInt4, Numerics::kF32>(plain, tm)
+                         : bf16       ? gate_up_for<WeightKind::kBf16, Numerics::kBf16>(plain, tm)
+                                      : gate_up_for<WeightKind::kF32, Numerics::kF32>(plain, tm);
   const size_t tile = tile_shared_bytes(tm, a.dim, WeightKind::kInt4);  // the wider of the two kinds a block may be
   const size_t shared = tm == 1 ? tile : sizeof(float) * kTileFloats + sizeof(int32_t) * static_cast<size_t>(a.max_rows);
   reserve_shared(reinterpret_cast<const void*>(gate_up), "experts", shared);
   if (a.phase != MoePhase::kDown) {
-    launch(int4 ? "experts_int4" : "experts_f32", gate_up, dim3(g.shared_blocks + slots * g.tiles), kTileThreads, shared, g);
+    const char* name = int4 && bf16 ? "experts_int4_bf16" : int4 ? "experts_int4" : bf16 ? "experts_bf16" : "experts_f32";
+    launch(name, gate_up, dim3(g.shared_blocks + slots * g.tiles), kTileThreads, shared, g);
   }
   if (a.phase == MoePhase::kGateUp) return;
 
-  DownParams d{a.ids, a.weights, a.top_k, a.down.n, a.down, a.shared_down, static_cast<const float*>(a.act), static_cast<const float*>(a.shared_act), a.out, a.max_rows, a.n_rows};
+  DownParams d{a.ids, a.weights, a.top_k, a.down.n, a.down, a.shared_down, a.act, a.shared_act, a.out, a.max_rows, a.n_rows};
   const bool vector =
       vector_ready(a.act, a.down.k) && (int4 || vector_ready(a.down.data, a.down.k)) &&
       (shared_n == 0 || (vector_ready(a.shared_act, a.shared_down.k) && vector_ready(a.shared_down.data, a.shared_down.k)));
   const bool wide = a.dim >= 1024;  // small models: more blocks and less work in each
-  const auto down = int4 ? (vector ? down_for<WeightKind::kInt4, 4>(wide) : down_for<WeightKind::kInt4, 1>(wide))
-                         : (vector ? down_for<WeightKind::kF32, 4>(wide) : down_for<WeightKind::kF32, 1>(wide));
+  const Down down = int4 && bf16 ? down_for<WeightKind::kInt4, Numerics::kBf16>(vector, wide)
+                    : int4       ? down_for<WeightKind::kInt4, Numerics::kF32>(vector, wide)
+                    : bf16       ? down_for<WeightKind::kBf16, Numerics::kBf16>(vector, wide)
+                                 : down_for<WeightKind::kF32, Numerics::kF32>(vector, wide);
   const int outputs = wide ? 8 : 2;
-  launch(int4 ? "experts_int4_down" : "experts_f32_down", down, dim3(a.max_rows, (a.down.n + outputs - 1) / outputs), kTileThreads,
+  const char* name = int4 && bf16 ? "experts_int4_bf16_down" : int4 ? "experts_int4_down" : bf16 ? "experts_bf16_down" : "experts_f32_down";
+  launch(name, down, dim3(a.max_rows, (a.down.n + outputs - 1) / outputs), kTileThreads,
          sizeof(float) * (a.top_k + 1) * outputs, d);
 }
 

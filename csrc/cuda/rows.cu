@@ -9,14 +9,15 @@ using namespace cuda;
 
 constexpr int kThreads = 256;
 
-__global__ void embed_kernel(float* out, const float* table, int dim, int stride, const int32_t* tokens, const int32_t* n_rows) {
+template <class T>
+__global__ void embed_kernel(float* out, const T* table, int dim, int stride, const int32_t* tokens, const int32_t* n_rows) {
   wait_for_previous();
   const int m = blockIdx.x;
   if (m >= *n_rows) return;
   const int token = tokens[m];
   KD_ASSERT(token >= 0, "embed: a token below 0");
-  const float* row = table + static_cast<size_t>(token) * stride;
-  for (int i = threadIdx.x; i < dim; i += kThreads) out[static_cast<size_t>(m) * dim + i] = __ldg(row + i);
+  const T* row = table + static_cast<size_t>(token) * stride;
+  for (int i = threadIdx.x; i < dim; i += kThreads) out[static_cast<size_t>(m) * dim + i] = from_held(__ldg(row + i));
 }
 
 // Sum of squares: thread t adds k = t, t+256, ... ascending; butterfly over lanes, then warps in order.
@@ -44,9 +45,14 @@ __global__ void rms_norm_kernel(float* out, const float* x, const float* w, floa
 
 void CudaBackend::embed(const EmbedArgs& a) {
   if (a.rows.max_rows <= 0) return;
-  launch("embed", embed_kernel, dim3(a.rows.max_rows), kThreads, 0, a.out,
-         static_cast<const float*>(a.table.data), a.table.k, a.stride,
-         static_cast<const int32_t*>(a.rows.tokens), a.n_rows);
+  const int32_t* tokens = a.rows.tokens;
+  if (a.table.kind == WeightKind::kBf16) {
+    launch("embed", embed_kernel<uint16_t>, dim3(a.rows.max_rows), kThreads, 0, a.out, static_cast<const uint16_t*>(a.table.data),
+           a.table.k, a.stride, tokens, a.n_rows);
+  } else {
+    launch("embed", embed_kernel<float>, dim3(a.rows.max_rows), kThreads, 0, a.out, static_cast<const float*>(a.table.data),
+           a.table.k, a.stride, tokens, a.n_rows);
+  }
 }
 
 void CudaBackend::rms_norm(float* out, const float* x, const float* w, float eps, int dim, int max_rows,

@@ -4,8 +4,10 @@
 // weight is read once for TM rows. Weights stay packed: nibbles are turned into floats in registers.
 // Reduction order of one product, the same for every TM and every row:
 //   lane l adds k = l*E + e, e < E ascending, then the same places of the next step of 32*E elements (E = 4 or 1 for f32, by whether
-//   K is a multiple of 4; 8 for int4, where a group's eight products are added first and scaled once); then a butterfly over lanes.
+//   K is a multiple of 4, for bf16 too; 8 for int4, where a group's eight products are added first and scaled once); then a butterfly over lanes.
 //   Sums of squares: thread t adds its staged elements by ascending k; butterfly over lanes, then warps in order.
+// Under Numerics::kBf16 a norm is applied whole and rounded before the products, from sums of squares taken in a pass of its own;
+// in f32 its 1/rms multiplies the finished products.
 // Bytes: each weight once a tile of TM rows; activations once a block, from L2. Bound by weight bytes for small M.
 #pragma once
 #include "device.cuh"
@@ -31,10 +33,18 @@ __device__ __forceinline__ WeightRow weight_row(const void* data, const uint16_t
   if constexpr (KIND == WeightKind::kInt4) {
     const size_t groups = groups_of(k);
     return {static_cast<const uint8_t*>(data) + row * groups * 16, scale + row * groups};
+  } else if constexpr (KIND == WeightKind::kBf16) {
+    return {static_cast<const uint16_t*>(data) + row * k, nullptr};
   } else {
     return {static_cast<const float*>(data) + row * k, nullptr};
   }
 }
+
+// The kind of weights that stands beside INT4 ones, and how what only products read is held.
+template <Numerics NUM> constexpr WeightKind kPlain = NUM == Numerics::kBf16 ? WeightKind::kBf16 : WeightKind::kF32;
+template <Numerics NUM> struct HeldAs { using Type = float; };
+template <> struct HeldAs<Numerics::kBf16> { using Type = uint16_t; };
+template <Numerics NUM> using Held = typename HeldAs<NUM>::Type;
 
 // What a lane holds of kUnroll steps of one weight row.
 template <WeightKind KIND, int VEC>
@@ -59,6 +69,33 @@ struct Fragment {
   __device__ __forceinline__ float fold(float acc, int u, const float (&x)[kLane]) const {
 #pragma unroll
     for (int e = 0; e < kLane; ++e) acc = __fmaf_rn(v[u][e], x[e], acc);
+    return acc;
+  }
+};
+
+template <int VEC>
+struct Fragment<WeightKind::kBf16, VEC> {
+  static constexpr int kLane = VEC;
+  static constexpr int kStep = kLane * kWarp;
+  uint16_t v[kUnroll][VEC];
+
+  __device__ __forceinline__ void load(const WeightRow& w, int k0, int k, int lane) {
+    const uint16_t* p = static_cast<const uint16_t*>(w.data);
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      const int at = k0 + u * kStep + lane * VEC;
+      if constexpr (VEC == 4) {
+        const uint2 q = at < k ? __ldg(reinterpret_cast<const uint2*>(p + at)) : make_uint2(0u, 0u);
+        v[u][0] = static_cast<uint16_t>(q.x), v[u][1] = static_cast<uint16_t>(q.x >> 16);
+        v[u][2] = static_cast<uint16_t>(q.y), v[u][3] = static_cast<uint16_t>(q.y >> 16);
+      } else {
+        v[u][0] = at < k ? __ldg(p + at) : static_cast<uint16_t>(0);
+      }
+    }
+  }
+  __device__ __forceinline__ float fold(float acc, int u, const float (&x)[kLane]) const {
+#pragma unroll
+    for (int e = 0; e < kLane; ++e) acc = __fmaf_rn(bf16_to_float(v[u][e]), x[e], acc);
     return acc;
   }
 };
@@ -107,6 +144,21 @@ __device__ __forceinline__ void load_lane(float (&x)[N], const float* p) {
   }
 }
 
+template <int N>
+__device__ __forceinline__ void load_lane(float (&x)[N], const uint16_t* p) {
+  if constexpr (N % 4 == 0) {
+#pragma unroll
+    for (int i = 0; i < N / 4; ++i) {
+      const uint2 q = reinterpret_cast<const uint2*>(p)[i];
+      x[4 * i] = __uint_as_float(q.x << 16), x[4 * i + 1] = __uint_as_float(q.x & 0xffff0000u);
+      x[4 * i + 2] = __uint_as_float(q.y << 16), x[4 * i + 3] = __uint_as_float(q.y & 0xffff0000u);
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < N; ++i) x[i] = bf16_to_float(p[i]);
+  }
+}
+
 // Floats of dynamic shared memory for a tile of `rows` rows of k elements: a chunk, padded to whole steps.
 inline __host__ __device__ int tile_chunk(int rows) { return kTileFloats / rows; }
 inline size_t tile_shared_bytes(int rows, int k, WeightKind kind) {
@@ -117,7 +169,7 @@ inline size_t tile_shared_bytes(int rows, int k, WeightKind kind) {
 
 // Products of two weight rows (one pair a warp) with TM activation rows (the whole block).
 // Use: construct (starts the weight loads, which wait for nobody), wait_for_previous(), run(), then read of_lane() and inverse().
-template <WeightKind KIND, int VEC, int TM>
+template <WeightKind KIND, int VEC, int TM, Numerics NUM>
 struct PairTile {
   using Piece = Fragment<KIND, VEC>;
   static constexpr int kChunk = kTileFloats / TM;
@@ -135,18 +187,36 @@ struct PairTile {
     next[1].load(w[1], 0, k, lane);
   }
 
-  // x: TM row pointers; norm_w: null, or the norm's weights (the rows' 1/rms is applied by whoever reads the products).
-  // xs: tile_shared_bytes; squares: [kTileWarps][TM] in shared memory, complete when run returns.
-  __device__ __forceinline__ void run(const float* const (&x)[TM], const float* norm_w, float* xs, float (*squares)[TM]) {
-    float ss[TM];
+  // x: TM row pointers to f32 or, what is held for products, bf16; norm_w: null, or the norm's weights (in f32 the rows' 1/rms is
+  // applied by whoever reads the products). xs: tile_shared_bytes; squares: [kTileWarps][TM] in shared memory, complete when run
+  // returns.
+  template <class X>
+  __device__ __forceinline__ void run(const X* const (&x)[TM], const float* norm_w, float eps, float* xs, float (*squares)[TM]) {
+    float ss[TM], scale[TM];
 #pragma unroll
-    for (int r = 0; r < TM; ++r) acc[0][r] = acc[1][r] = ss[r] = 0.f;
+    for (int r = 0; r < TM; ++r) acc[0][r] = acc[1][r] = ss[r] = 0.f, scale[r] = 1.f;
+    constexpr bool kWhole = NUM == Numerics::kBf16;  // the norm comes whole before the products
+    if (kWhole && norm_w != nullptr) {
+      for (int i = threadIdx.x * VEC; i < k; i += kTileThreads * VEC) {
+#pragma unroll
+        for (int r = 0; r < TM; ++r) {
+          float v[VEC];
+          load_lane(v, x[r] + i);
+#pragma unroll
+          for (int e = 0; e < VEC; ++e) ss[r] = __fmaf_rn(v[e], v[e], ss[r]);
+        }
+      }
+      publish(ss, squares);
+      __syncthreads();
+#pragma unroll
+      for (int r = 0; r < TM; ++r) scale[r] = inverse(r, eps, squares);
+    }
     for (int k0 = 0; k0 < k; k0 += kChunk) {
       const int length = min(kChunk, k - k0);
       const int padded = (length + Piece::kStep - 1) / Piece::kStep * Piece::kStep;
       if (k0 > 0) __syncthreads();  // everyone is done with the chunk before
-      stage(x, norm_w, xs, k0, length, padded, ss);
-      if (norm_w != nullptr && k0 + kChunk >= k) publish(ss, squares);
+      stage(x, norm_w, scale, xs, k0, length, padded, ss);
+      if (!kWhole && norm_w != nullptr && k0 + kChunk >= k) publish(ss, squares);
       __syncthreads();
       multiply(xs, k0, padded);
     }
@@ -174,8 +244,9 @@ struct PairTile {
   }
 
  private:
-  __device__ __forceinline__ void stage(const float* const (&x)[TM], const float* norm_w, float* xs, int k0, int length,
-                                        int padded, float (&ss)[TM]) {
+  template <class X>
+  __device__ __forceinline__ void stage(const X* const (&x)[TM], const float* norm_w, const float (&scale)[TM], float* xs, int k0,
+                                        int length, int padded, float (&ss)[TM]) {
     for (int i = threadIdx.x * VEC; i < padded; i += kTileThreads * VEC) {
       float g[VEC], v[VEC];
       const bool inside = i < length;
@@ -189,8 +260,13 @@ struct PairTile {
         if (inside) load_lane(v, x[r] + k0 + i);
 #pragma unroll
         for (int e = 0; e < VEC; ++e) {
-          ss[r] = __fmaf_rn(v[e], v[e], ss[r]);
-          xs[r * min(kChunk, round_step(k)) + i + e] = __fmul_rn(v[e], g[e]);
+          float& place = xs[r * min(kChunk, round_step(k)) + i + e];
+          if constexpr (NUM == Numerics::kBf16) {
+            place = norm_w == nullptr ? v[e] : as_held<uint16_t>(__fmul_rn(__fmul_rn(v[e], scale[r]), g[e]));
+          } else {
+            ss[r] = __fmaf_rn(v[e], v[e], ss[r]);
+            place = __fmul_rn(v[e], g[e]);
+          }
         }
       }
     }
