@@ -1,0 +1,318 @@
+"""Operations under Numerics::kBf16: what products read is rounded once, to nearest; the same bits whatever the rows.
+
+The oracle rounds with torch's bfloat16 and computes in float64. Where an engine's f32 value and the oracle's f64 value
+lie on two sides of a rounding boundary they differ by a whole bf16 step, so results are held to a mean square; the same
+bound must be broken by the same computation with a rounding left out or truncated, which the tests show.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from engine_ops import F32, RESIDUAL, SILU_MUL, STORE, Array, Ops, Rows, chain
+from test_op_linear import draw, int4, normed
+
+from engine.library import library
+
+BOUND = 2e-7
+"""Of the mean square error over the mean square: a rounding left out or truncated gives at least 5e-7."""
+EPS = 1e-5
+Rounding = Callable[[Array], Array]
+
+
+def bits(x: Array) -> Array:
+    """bf16 as u16, by torch."""
+    return np.asarray(torch.from_numpy(np.array(x, np.float32)).to(torch.bfloat16).view(torch.uint16))
+
+
+def value(x: Array) -> Array:
+    """u16 -> float64."""
+    return (x.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+
+
+def nearest(x: Array) -> Array:
+    return value(bits(x))
+
+
+def truncated(x: Array) -> Array:
+    return value((np.ascontiguousarray(x, np.float32).view(np.uint32) >> 16).astype(np.uint16))
+
+
+def untouched(x: Array) -> Array:
+    return np.asarray(x, np.float64)
+
+
+def error(got: Array, want: Array) -> float:
+    assert np.isfinite(got).all()
+    return float(((got - want) ** 2).mean() / (want**2).mean())
+
+
+def silu(x: Array) -> Array:
+    return np.asarray(x / (1 + np.exp(-x)))
+
+
+def weight(rng: np.random.Generator, kind: str, *shape: int) -> tuple[Array, Array, Array]:
+    """Stored, scales, exact."""
+    if kind == "bf16":
+        stored = bits(draw(rng, *shape))
+        return stored, np.empty(0, np.uint8), value(stored)
+    *outer, n, k = shape
+    parts = [int4(rng, n, k) for _ in range(int(np.prod(outer)))]
+    joined = [np.stack([p[i] for p in parts]).reshape(*outer, *parts[0][i].shape) for i in range(3)]
+    return joined[0], joined[1].view(np.uint8), joined[2]
+
+
+def linear(
+    ops: Ops, x: Array, weights: Sequence[Array], scales: Sequence[Array], norm: F32 | None, epilogue: int, out: Array
+) -> Array:
+    results = [ops.tensor(out) for _ in weights][: 1 if epilogue == SILU_MUL else 2]
+    ops.call(
+        "linear", ops.tensor(x), ops.tensor(np.empty(0, np.float32) if norm is None else norm), EPS,
+        [ops.tensor(w) for w in weights], [ops.tensor(s) for s in scales], results, epilogue, ops.state(len(x)), True,
+    )  # fmt: skip
+    return np.asarray(results[0].cpu())
+
+
+@pytest.mark.parametrize("kind", ["bf16", "int4"])
+@pytest.mark.parametrize(("m", "n", "k"), [(1, 33, 257), (5, 64, 256), (9, 47, 129), (70, 20, 300)])
+def test_linear(ops: Ops, kind: str, m: int, n: int, k: int) -> None:
+    rng = np.random.default_rng(m + n)
+    x, g = draw(rng, m, k), draw(rng, k)
+    w, s, exact = weight(rng, kind, n, k)
+    name = "linear_bf16" if kind == "bf16" else "linear_int4_bf16"
+    blank = np.zeros((m, n), np.float32)
+    got = linear(ops, x, [w], [s], g, STORE, blank)
+    whole = normed(x, g, EPS)
+    assert error(got, nearest(whole) @ exact.T) < BOUND
+    for wrong in (untouched, truncated):
+        assert error(got, wrong(whole) @ exact.T) > BOUND
+    held = linear(ops, bits(x), [w], [s], None, STORE, blank)
+    assert error(held, nearest(x) @ exact.T) < 1e-12, "nothing is rounded here, products are exact"
+    added = linear(ops, bits(x), [w], [s], None, RESIDUAL, x[:, :1] * np.ones((1, n), np.float32))
+    assert error(added, x[:, :1] + nearest(x) @ exact.T) < 1e-12
+    gated = linear(ops, x, [w, w], [s, s], g, SILU_MUL, bits(blank))
+    y = nearest(whole) @ exact.T
+    assert error(value(gated), nearest(silu(y) * y)) < 2e-6, "a step of the gate's input moves it and up alike"
+    assert {name: 4} == {name: count for name, count in ops.counters().items() if name.startswith("linear")}
+
+
+def test_ties_round_to_even_and_nan_stays(ops: Ops) -> None:
+    """A norm of ones leaves x as it is (eps far below): halves between two bf16 go to the even one."""
+    k = 64
+    x = np.ones((6, k), np.float32)
+    x[:, 0] = [1 + 2**-8, 1 + 3 * 2**-8, 1 + 2**-8 + 2**-20, -1 - 2**-8, np.nan, 1]
+    w = np.zeros((1, k), np.float32)
+    w[0, 0] = 1
+    norm = np.full(k, 1.0, np.float32)
+    got = linear(ops, x, [bits(w)], [np.empty(0, np.uint8)], norm, STORE, np.zeros((6, 1), np.float32))[:, 0]
+    assert np.isnan(got[4])
+    scale = 1 / np.sqrt((x.astype(np.float64) ** 2).mean(-1) + EPS)
+    want = nearest(x[:, 0] * scale)
+    assert np.abs(np.delete(got - want, 4)).max() <= 2**-7, "a bf16 each"
+    assert (np.delete(bits(got), 4) == np.delete(got.view(np.uint32) >> 16, 4)).all()
+
+
+@pytest.mark.parametrize("kind", ["bf16", "int4"])
+def test_rows_threads_and_instruction_sets_do_not_show(monkeypatch: pytest.MonkeyPatch, device: str, kind: str) -> None:
+    rng = np.random.default_rng(11)
+    x, g = draw(rng, 65, 1031), draw(rng, 1031)
+    w, s, _ = weight(rng, kind, 60, 1031)
+    results = set()
+    for isa in library("cpu").isa_names().split() if device == "cpu" else [""]:
+        monkeypatch.setenv("KDTREE_ISA", isa)
+        with Ops(device) as ops:
+            for given, norm in ((x, g), (bits(x), None)):
+                whole = linear(ops, given, [w], [s], norm, STORE, np.zeros((65, 60), np.float32))
+                for m in (1, 2, 3, 4, 5, 8, 9, 17, 33, 64):
+                    part = linear(ops, given[:m], [w], [s], norm, STORE, np.zeros((m, 60), np.float32))
+                    assert part.tobytes() == whole[:m].tobytes(), f"width {m}"
+                results.add((norm is None, whole.tobytes()))
+    assert len(results) == 2
+
+
+@dataclass
+class Experts:
+    """Rows, what they chose, and weights as they are stored; the shared expert is last."""
+
+    x: F32
+    norm: F32
+    ids: Array
+    weights: F32
+    routed: list[Array]
+    scales: list[Array]
+    shared: list[Array]
+
+    def run(self, ops: Ops, rows: slice) -> tuple[F32, Array, Array]:
+        """The residual stream after, and both acts as stored."""
+        x, ids = ops.tensor(self.x[rows]), np.ascontiguousarray(self.ids[rows])
+        m, k = ids.shape
+        act = ops.empty(m, k, self.routed[0].shape[1], dtype=np.uint16)
+        shared_act = ops.empty(m, self.shared[0].shape[0], dtype=np.uint16)
+        ops.call(
+            "moe", x, ops.tensor(self.norm), EPS, ops.tensor(ids), ops.tensor(self.weights[rows]),
+            [ops.tensor(w) for w in self.routed], [ops.tensor(s) for s in self.scales],
+            [ops.tensor(w) for w in self.shared], act, shared_act, x, ops.state(m), True,
+        )  # fmt: skip
+        return x.cpu().numpy(), act.cpu().numpy(), shared_act.cpu().numpy()
+
+
+@pytest.mark.parametrize("kind", ["bf16", "int4"])
+@pytest.mark.parametrize(
+    ("m", "dim", "inner", "experts", "k", "shared"), [(5, 33, 17, 9, 3, 20), (40, 64, 48, 30, 6, 48)]
+)
+def test_moe(ops: Ops, kind: str, m: int, dim: int, inner: int, experts: int, k: int, shared: int) -> None:
+    rng = np.random.default_rng(dim)
+    made = [weight(rng, kind, experts, *s) for s in ((inner, dim), (inner, dim), (dim, inner))]
+    both = [weight(rng, "bf16", *s) for s in ((shared, dim), (shared, dim), (dim, shared))]
+    ids = np.stack([rng.permutation(experts)[:k] for _ in range(m)]).astype(np.int32)
+    case = Experts(
+        draw(rng, m, dim), draw(rng, dim), ids, rng.random((m, k)).astype(np.float32),
+        [w[0] for w in made], [w[1] for w in made], [w[0] for w in both],
+    )  # fmt: skip
+    out, act, shared_act = case.run(ops, slice(None))
+    counted = "experts_bf16" if kind == "bf16" else "experts_int4_bf16"
+    assert {c for c in ops.counters() if c.startswith("experts") and not c.endswith("_down")} == {counted}
+    gate, up, down = (w[2] for w in made)
+    want_act, want = np.zeros(act.shape), case.x.astype(np.float64)
+    b = nearest(normed(case.x, case.norm, EPS))
+    for i in range(m):
+        for j, e in enumerate(ids[i]):
+            want_act[i, j] = silu(gate[e] @ b[i]) * (up[e] @ b[i])
+            want[i] += case.weights[i, j] * (down[e] @ value(act[i, j]))  # what it stored is what it goes on from
+    want_shared = silu(b @ both[0][2].T) * (b @ both[1][2].T)
+    want += value(shared_act) @ both[2][2].T
+    assert error(value(act), nearest(want_act)) < 2e-6
+    assert error(value(shared_act), nearest(want_shared)) < 2e-6
+    assert error(value(act), truncated(want_act)) > 4e-6
+    assert error(out, want) < 1e-12, "sums over experts are f32"
+    for rows in (slice(0, 1), slice(0, 2), slice(1, 4), slice(3, m)):
+        part = case.run(ops, rows)
+        for mine, other in zip(part, (out, act, shared_act), strict=True):
+            assert mine.tobytes() == other[rows].tobytes()
+
+
+class Layer:
+    """MLA of one layer over bf16: weights, inputs, a cache."""
+
+    def __init__(self, ops: Ops, dims: Sequence[int], total: int) -> None:
+        rng = np.random.default_rng(total)
+        self.ops, self.dims, self.total = ops, list(dims), total
+        self.heads, self.rank, self.nope, self.rope, self.v = dims
+        self.scale = 2.0 / float(np.sqrt(self.nope * self.rank))  # scores of a few units, so that many keys count
+        self.q, self.kv = draw(rng, total, self.heads, self.nope + self.rope), draw(rng, total, self.rank + self.rope)
+        self.norm, self.kv_b = draw(rng, self.rank), bits(draw(rng, self.heads, self.nope + self.v, self.rank))
+        angle = rng.random((total, self.rope // 2)) * 6.28
+        self.cos_sin = np.stack([np.cos(angle), np.sin(angle)], -1).astype(np.float32)
+        self.latent = ops.empty(total + 3, self.rank, dtype=np.uint16)
+        self.k_rope = ops.empty(total + 3, self.rope, dtype=np.uint16)
+
+    def step(self, tokens: Sequence[int], rows: Rows, kv_len: int) -> dict[str, Array]:
+        ops, m, at = self.ops, len(tokens), list(tokens)
+        q_lat, q_rope, o_lat, o = (
+            ops.empty(m, self.heads, width, dtype=np.uint16) for width in (self.rank, self.rope, self.rank, self.v)
+        )
+        kv_b, on_device, state = ops.tensor(self.kv_b), ops.rows(rows), ops.state(m, kv_len=kv_len)
+        ops.call(
+            "mla_prepare", self.dims, ops.tensor(self.q[at]), ops.tensor(self.kv[at]), ops.tensor(self.norm), EPS, kv_b,
+            ops.tensor(self.cos_sin), q_lat, q_rope, self.latent, self.k_rope, on_device, state,
+        )  # fmt: skip
+        ops.call(
+            "mla_attention",
+            self.dims,
+            self.scale,
+            q_lat,
+            q_rope,
+            self.latent,
+            self.k_rope,
+            o_lat,
+            self.total,
+            on_device,
+            state,
+        )
+        ops.call("mla_value", self.dims, o_lat, kv_b, o, state)
+        return {
+            "q_lat": q_lat.cpu().numpy(),
+            "q_rope": q_rope.cpu().numpy(),
+            "o_lat": o_lat.cpu().numpy(),
+            "o": o.cpu().numpy(),
+        }
+
+    def turned(self, x: Array, position: int) -> Array:
+        cs = self.cos_sin[position].astype(np.float64)
+        pair = (x[..., 0::2] + 1j * x[..., 1::2].astype(np.float64)) * (cs[:, 0] + 1j * cs[:, 1])
+        return np.stack([pair.real, pair.imag], -1).reshape(x.shape)
+
+    def cached(self) -> tuple[Array, Array]:
+        return self.latent.cpu().numpy(), self.k_rope.cpu().numpy()
+
+
+@pytest.mark.parametrize("dims", [(3, 17, 5, 6, 7), (20, 40, 70, 8, 66), (16, 64, 16, 16, 16), (2, 512, 128, 64, 128)])
+def test_mla(ops: Ops, dims: tuple[int, ...]) -> None:
+    """A chain of 64 rows, so that every row's greatest score is one number for everybody (docs/model.md, bf16)."""
+    layer = Layer(ops, dims, 64)
+    got = layer.step(range(64), chain(64), 0)
+    assert {"mla_prepare_bf16", "mla_attention_bf16", "mla_value_bf16"} <= ops.counters().keys()
+    latent, k_rope = layer.cached()
+    exact = normed(layer.kv[:, : layer.rank], layer.norm, EPS)
+    assert error(value(latent[:64]), nearest(exact)) < BOUND < error(value(latent[:64]), truncated(exact))
+    turned = np.stack([layer.turned(layer.kv[t, layer.rank :], t) for t in range(64)])
+    assert error(value(k_rope[:64]), nearest(turned)) < BOUND
+    assert (latent[64:] == 0xFFFF).all(), "a slot past the step's rows was written"
+    w = value(layer.kv_b)
+    q_nope = layer.q[..., : layer.nope]
+    q_lat = np.einsum("thn,hnr->thr", nearest(q_nope), w[:, : layer.nope])
+    assert error(value(got["q_lat"]), nearest(q_lat)) < BOUND
+    assert error(value(got["q_lat"]), nearest(np.einsum("thn,hnr->thr", untouched(q_nope), w[:, : layer.nope]))) > BOUND
+    q_rope = np.stack([layer.turned(layer.q[t, :, layer.nope :], t) for t in range(64)])
+    assert error(value(got["q_rope"]), nearest(q_rope)) < BOUND
+
+    def attended(rounding: Rounding) -> Array:
+        k, kr = value(latent[:64]), value(k_rope[:64])
+        score = layer.scale * (value(got["q_lat"]) @ k.T + value(got["q_rope"]) @ kr.T)  # [t, h, key]
+        score = np.where(np.tri(64, dtype=bool)[:, None], score, -np.inf)
+        p = np.exp(score - score.max(-1, keepdims=True))
+        return np.asarray(rounding(p) @ k / p.sum(-1, keepdims=True))
+
+    assert error(value(got["o_lat"]), nearest(attended(nearest))) < BOUND
+    for wrong in (untouched, truncated):
+        assert error(value(got["o_lat"]), nearest(attended(wrong))) > BOUND
+    o = np.einsum("thr,hvr->thv", value(got["o_lat"]), w[:, layer.nope :])
+    assert error(value(got["o"]), nearest(o)) < BOUND < error(value(got["o"]), truncated(o))
+
+
+@pytest.mark.parametrize("dims", [(3, 17, 5, 6, 7), (16, 64, 16, 16, 16)])
+@pytest.mark.parametrize("committed", [0, 1, 63, 64, 130, 600])
+def test_a_tree_has_the_bits_of_its_chains(ops: Ops, dims: tuple[int, ...], committed: int) -> None:
+    """Every row of a tree against a chain of one row at a time; the committed path's cache rows against the chain's."""
+    parents = [-1, 0, 0, 1, 1, 2, 3, 6, 0]
+    total = committed + len(parents)
+    layer = Layer(ops, dims, total)
+    for at in range(0, committed, 65):
+        n = min(65, committed - at)
+        layer.step(range(at, at + n), chain(n), at)
+    rows = Rows(parents)
+    got = layer.step(range(committed, total), rows, committed)
+    path = [0, 1, 3, 6, 7]
+    state = ops.state(len(parents), kv_len=committed, base=committed, n_accepted=len(path))
+    accepted = np.zeros(len(parents), np.int32)
+    accepted[: len(path)] = path
+    ops.call("kv_commit", [layer.latent], [layer.k_rope], ops.tensor(accepted), state)
+    compacted = layer.cached()
+    for depth, row in enumerate(path):
+        alone = layer.step([committed + row], chain(1), committed + depth)
+        for name, values in alone.items():
+            assert values[0].tobytes() == got[name][row].tobytes(), f"{name} of row {row}"
+    for mine, other in zip(layer.cached(), compacted, strict=True):
+        assert mine[: committed + len(path)].tobytes() == other[: committed + len(path)].tobytes()
+
+
+def test_embedding_is_widened(ops: Ops) -> None:
+    table = bits(draw(np.random.default_rng(3), 7, 33))
+    rows = Rows([-1, 0, 1], tokens=[6, 0, 3])
+    out = ops.empty(3, 33)
+    ops.call("embed", out, ops.tensor(table), ops.rows(rows), ops.state(3))
+    assert (out.cpu().numpy() == value(table)[[6, 0, 3]]).all()
