@@ -88,7 +88,8 @@ void session_close(int64_t handle) {
 std::vector<int64_t> session_sizes(int64_t handle) {
   const Locked s(handle);
   const ModelConfig& c = s->config();
-  return {c.vocab_size, c.hidden_size, c.num_layers, c.kv_lora_rank, c.qk_rope_head_dim, c.eos_id, s->context(), s->max_rows()};
+  return {c.vocab_size, c.hidden_size, c.num_layers,   c.kv_lora_rank, c.qk_rope_head_dim,
+          c.eos_id,     s->context(),  s->max_rows(), s->draft_block()};
 }
 
 // `name address bytes count pitch`, one tensor of this rank's part a line; addresses are of the backend's memory.
@@ -158,13 +159,16 @@ void session_tap(int64_t handle, int64_t index, Tensor out) {
   std::copy(values.begin(), values.end(), rows_out(out, static_cast<int64_t>(values.size()), 1));
 }
 
-int64_t decode_begin(int64_t handle, Tensor prompt, int64_t max_tokens, Tensor draft, bool tree, int64_t draft_first,
-                     int64_t block_size, int64_t budget, double temperature, int64_t seed, bool record) {
+// drafter: none (AR), recorded (draft is its table) or dflash (the file's own). costs: f64 [budget + 1] or empty.
+int64_t decode_begin(int64_t handle, Tensor prompt, int64_t max_tokens, std::string drafter, Tensor draft, int64_t draft_first,
+                     int64_t block_size, int64_t budget, bool chain, Tensor costs, double temperature, int64_t seed, bool record) {
   const Locked s(handle);
   DecodeRequest r;
   r.prompt = ints(prompt, "prompt");
   r.max_tokens = max_tokens;
-  r.tree = tree;
+  r.dflash = drafter == "dflash";
+  r.tree = r.dflash || drafter == "recorded";
+  need(r.tree || drafter == "none", "drafter", "is not none, recorded or dflash");
   need(draft.is_cpu() && draft.dim() == 2, "draft", "is not a matrix on the CPU");
   r.draft = data<float>(draft, "draft");
   r.draft_rows = draft.size(0);
@@ -172,6 +176,10 @@ int64_t decode_begin(int64_t handle, Tensor prompt, int64_t max_tokens, Tensor d
   r.draft_first = draft_first;
   r.block_size = block_size;
   r.budget = budget;
+  r.chain = chain;
+  need(costs.is_cpu(), "costs", "is not on the CPU");
+  const double* c = data<double>(costs, "costs");
+  r.costs.assign(c, c + costs.numel());
   r.temperature = temperature;
   r.seed = static_cast<uint64_t>(seed);
   r.record = record;
@@ -204,6 +212,13 @@ void decode_trees(int64_t handle, int64_t ticket, Tensor out) {
   const Locked s(handle);
   need(out.is_cpu(), "out", "is not on the CPU");
   s->recorded_trees(ticket, sized<int32_t>(out, s->recorded_trees_size(ticket), "out"));
+}
+
+// out: [rounds, L, V], see Session::recorded_draft.
+void decode_draft(int64_t handle, int64_t ticket, Tensor out) {
+  const Locked s(handle);
+  const std::vector<float>& values = s->recorded_draft(ticket);
+  std::copy(values.begin(), values.end(), rows_out(out, static_cast<int64_t>(values.size()), 1));
 }
 
 // `name count`, one kernel a line.
@@ -244,13 +259,14 @@ KDTREE_LIBRARY_FRAGMENT(KDTREE_LIBRARY, m) {
   m.def("session_verify_taps(int handle, Tensor tokens, Tensor parents) -> str");
   m.def("session_tap(int handle, int index, Tensor(a!) out) -> ()");
   m.def(
-      "decode_begin(int handle, Tensor prompt, int max_tokens, Tensor draft, bool tree, int draft_first, int block_size, int budget, "
-      "float temperature, int seed, bool record) -> int");
+      "decode_begin(int handle, Tensor prompt, int max_tokens, str drafter, Tensor draft, int draft_first, int block_size, "
+      "int budget, bool chain, Tensor costs, float temperature, int seed, bool record) -> int");
   m.def("decode_round(int handle, int ticket) -> int[]");
   m.def("decode_run(int handle, int ticket) -> ()");
   m.def("decode_result(int handle, int ticket) -> (int[], int[], bool, float, float)");
   m.def("decode_logits(int handle, int ticket, Tensor(a!) out) -> ()");
   m.def("decode_trees(int handle, int ticket, Tensor(a!) out) -> ()");
+  m.def("decode_draft(int handle, int ticket, Tensor(a!) out) -> ()");
   m.def("session_counters(int handle) -> str");
   m.def("session_reset_counters(int handle) -> ()");
   m.def("session_broken_guard(int handle) -> str");
@@ -278,6 +294,7 @@ KDTREE_LIBRARY_IMPL(KDTREE_LIBRARY, m) {
   m.impl("decode_result", TORCH_BOX(&kdtree::decode_result));
   m.impl("decode_logits", TORCH_BOX(&kdtree::decode_logits));
   m.impl("decode_trees", TORCH_BOX(&kdtree::decode_trees));
+  m.impl("decode_draft", TORCH_BOX(&kdtree::decode_draft));
   m.impl("session_counters", TORCH_BOX(&kdtree::session_counters));
   m.impl("session_reset_counters", TORCH_BOX(&kdtree::session_reset_counters));
   m.impl("session_broken_guard", TORCH_BOX(&kdtree::session_broken_guard));

@@ -261,15 +261,17 @@ void tree_root(int64_t handle, std::vector<Tensor> rows, Tensor state) {
   wait(b, state);
 }
 
-void tree_build(int64_t handle, Tensor draft, int64_t block_size, int64_t budget, int64_t eos_id, std::vector<Tensor> rows, Tensor scores,
-                Tensor state) {
+// costs: f64 [budget + 1] in the backend's memory, or empty.
+void tree_build(int64_t handle, Tensor draft, int64_t block_size, int64_t budget, int64_t eos_id, bool chain, Tensor costs,
+                std::vector<Tensor> rows, Tensor scores, Tensor state) {
   Backend& b = backend(handle);
   const Rows r = rows_of(rows);
   need(budget >= 0 && budget < r.max_rows, "budget", "needs one row more than rows has");
   need(block_size >= 1 && block_size <= r.path_stride, "block_size", "exceeds the stride of path");
   const int vocab = dim(draft, 1), block = static_cast<int>(block_size), nodes = static_cast<int>(budget);
   const Buffer scratch(b, b.tree_scratch(vocab, block, nodes), "scratch");
-  b.tree_build({data<float>(draft, "draft"), vocab, block, nodes, static_cast<int>(eos_id), scratch.get(), r,
+  b.tree_build({data<float>(draft, "draft"), vocab, block, nodes, static_cast<int>(eos_id), chain,
+                costs.numel() == 0 ? nullptr : sized<double>(costs, budget + 1, "costs"), scratch.get(), r,
                 sized<double>(scores, r.max_rows, "scores"), step_state(state)});
   wait(b, state);
 }
@@ -310,6 +312,51 @@ void record_tree(int64_t handle, Tensor dst, std::vector<Tensor> rows, Tensor ac
   wait(b, state);
 }
 
+// index: i32, or empty for the rows in order.
+void gather_rows(int64_t handle, Tensor dst, int64_t column, Tensor src, Tensor index, Tensor state) {
+  Backend& b = backend(handle);
+  const int n = dim(src, 1), ldd = dim(dst, 1), m = dim(dst, 0);
+  need(column >= 0 && column <= ldd - n, "column", "leaves dst");
+  const int32_t* by = index.numel() == 0 ? nullptr : sized<int32_t>(index, m, "index");
+  b.gather_rows({data<float>(dst, "dst") + column, ldd, data<float>(src, "src"), n, by, m, &step_state(state)->n_rows});
+  wait(b, state);
+}
+
+void draft_block(int64_t handle, Tensor tokens, int64_t mask_id, Tensor state) {
+  Backend& b = backend(handle);
+  b.draft_block({data<int32_t>(tokens, "tokens"), dim(tokens, 0), static_cast<int>(mask_id), step_state(state)});
+  wait(b, state);
+}
+
+DraftDims draft_dims(const std::vector<int64_t>& d) {
+  need(d.size() == 3, "dims", "is not heads, kv_heads, head_dim");
+  return {static_cast<int>(d[0]), static_cast<int>(d[1]), static_cast<int>(d[2])};
+}
+
+// q: empty for none; it is changed in place. Row 0 stands at kv_len.
+void draft_prepare(int64_t handle, std::vector<int64_t> dims, Tensor q, Tensor k, Tensor v, Tensor q_norm_w, Tensor k_norm_w, double eps,
+                   Tensor cos_sin, Tensor keys, Tensor values, Tensor state) {
+  Backend& b = backend(handle);
+  const DraftDims d = draft_dims(dims);
+  const int64_t m = k.size(0), width = static_cast<int64_t>(d.kv_heads) * d.head_dim;
+  StepState* s = step_state(state);
+  b.draft_prepare({d, q.numel() == 0 ? nullptr : sized<float>(q, m * d.heads * d.head_dim, "q"), sized<float>(k, m * width, "k"),
+                   sized<float>(v, m * width, "v"), sized<float>(q_norm_w, d.head_dim, "q_norm_w"),
+                   sized<float>(k_norm_w, d.head_dim, "k_norm_w"), static_cast<float>(eps), data<float>(cos_sin, "cos_sin"),
+                   {data<float>(keys, "keys"), data<float>(values, "values")}, &s->kv_len, static_cast<int>(m), &s->n_rows});
+  wait(b, state);
+}
+
+void draft_attention(int64_t handle, std::vector<int64_t> dims, Tensor q, Tensor keys, Tensor values, Tensor o, Tensor state) {
+  Backend& b = backend(handle);
+  const DraftDims d = draft_dims(dims);
+  const int64_t m = q.size(0), width = static_cast<int64_t>(d.heads) * d.head_dim;
+  StepState* s = step_state(state);
+  b.draft_attention({d, sized<float>(q, m * width, "q"), {data<float>(keys, "keys"), data<float>(values, "values")},
+                     sized<float>(o, m * width, "o"), dim(keys, 0), static_cast<int>(m), &s->n_rows, s});
+  wait(b, state);
+}
+
 }  // namespace
 }  // namespace kdtree
 
@@ -339,12 +386,18 @@ KDTREE_LIBRARY_FRAGMENT(KDTREE_LIBRARY, m) {
   m.def("select(int backend, Tensor logits, float temperature, Tensor choice, Tensor[] rows, Tensor state) -> ()");
   m.def("tree_root(int backend, Tensor[] rows, Tensor state) -> ()");
   m.def(
-      "tree_build(int backend, Tensor draft, int block_size, int budget, int eos_id, Tensor[] rows, Tensor scores, Tensor state) "
-      "-> ()");
+      "tree_build(int backend, Tensor draft, int block_size, int budget, int eos_id, bool chain, Tensor costs, Tensor[] rows, "
+      "Tensor scores, Tensor state) -> ()");
   m.def("accept(int backend, Tensor[] rows, Tensor choice, int eos_id, Tensor accepted, Tensor out, Tensor state) -> ()");
   m.def("kv_commit(int backend, Tensor[] latents, Tensor[] k_ropes, Tensor accepted, Tensor state) -> ()");
   m.def("record(int backend, Tensor dst, Tensor src, int offset, Tensor accepted, Tensor state) -> ()");
   m.def("record_tree(int backend, Tensor dst, Tensor[] rows, Tensor accepted, Tensor state) -> ()");
+  m.def("gather_rows(int backend, Tensor dst, int column, Tensor src, Tensor index, Tensor state) -> ()");
+  m.def("draft_block(int backend, Tensor tokens, int mask_id, Tensor state) -> ()");
+  m.def(
+      "draft_prepare(int backend, int[] dims, Tensor q, Tensor k, Tensor v, Tensor q_norm_w, Tensor k_norm_w, float eps, "
+      "Tensor cos_sin, Tensor keys, Tensor values, Tensor state) -> ()");
+  m.def("draft_attention(int backend, int[] dims, Tensor q, Tensor keys, Tensor values, Tensor o, Tensor state) -> ()");
 }
 
 KDTREE_LIBRARY_IMPL(KDTREE_LIBRARY, m) {
@@ -367,4 +420,8 @@ KDTREE_LIBRARY_IMPL(KDTREE_LIBRARY, m) {
   m.impl("kv_commit", TORCH_BOX(&kdtree::kv_commit));
   m.impl("record", TORCH_BOX(&kdtree::record));
   m.impl("record_tree", TORCH_BOX(&kdtree::record_tree));
+  m.impl("gather_rows", TORCH_BOX(&kdtree::gather_rows));
+  m.impl("draft_block", TORCH_BOX(&kdtree::draft_block));
+  m.impl("draft_prepare", TORCH_BOX(&kdtree::draft_prepare));
+  m.impl("draft_attention", TORCH_BOX(&kdtree::draft_attention));
 }

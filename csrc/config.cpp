@@ -10,13 +10,14 @@ namespace {
 
 constexpr int64_t kMaxInt = INT32_MAX;
 
+template <class Config>
 struct IntField {
   const char* name;
-  int ModelConfig::*member;
+  int Config::*member;
   int64_t low, high;
 };
 
-constexpr IntField kInts[] = {
+constexpr IntField<ModelConfig> kInts[] = {
     {"hidden_size", &ModelConfig::hidden_size, 1, kMaxInt},
     {"num_layers", &ModelConfig::num_layers, 1, kMaxInt},
     {"first_k_dense", &ModelConfig::first_k_dense, 0, kMaxInt},
@@ -41,12 +42,13 @@ constexpr IntField kInts[] = {
     {"mask_id", &ModelConfig::mask_id, -1, kMaxInt},
 };
 
+template <class Config>
 struct FloatField {
   const char* name;
-  double ModelConfig::*member;
+  double Config::*member;
 };
 
-constexpr FloatField kFloats[] = {
+constexpr FloatField<ModelConfig> kFloats[] = {
     {"routed_scaling_factor", &ModelConfig::routed_scaling_factor},
     {"rms_norm_eps", &ModelConfig::rms_norm_eps},
     {"inner_norm_eps", &ModelConfig::inner_norm_eps},
@@ -56,6 +58,24 @@ constexpr FloatField kFloats[] = {
     {"rope_beta_slow", &ModelConfig::rope_beta_slow},
     {"rope_mscale", &ModelConfig::rope_mscale},
     {"rope_mscale_all_dim", &ModelConfig::rope_mscale_all_dim},
+};
+
+constexpr char kDrafterPrefix[] = "draft_";
+
+constexpr IntField<DrafterConfig> kDrafterInts[] = {
+    {"draft_num_layers", &DrafterConfig::num_layers, 1, kMaxInt},
+    {"draft_num_heads", &DrafterConfig::num_heads, 1, kMaxInt},
+    {"draft_num_kv_heads", &DrafterConfig::num_kv_heads, 1, kMaxInt},
+    {"draft_head_dim", &DrafterConfig::head_dim, 1, kMaxInt},
+    {"draft_intermediate_size", &DrafterConfig::intermediate_size, 1, kMaxInt},
+    {"draft_block_size", &DrafterConfig::block_size, 2, kMaxInt},
+    {"draft_rope_original_context", &DrafterConfig::rope_original_context, 1, kMaxInt},
+};
+
+constexpr FloatField<DrafterConfig> kDrafterFloats[] = {
+    {"draft_rms_norm_eps", &DrafterConfig::rms_norm_eps},     {"draft_rope_theta", &DrafterConfig::rope_theta},
+    {"draft_rope_factor", &DrafterConfig::rope_factor},       {"draft_rope_beta_fast", &DrafterConfig::rope_beta_fast},
+    {"draft_rope_beta_slow", &DrafterConfig::rope_beta_slow}, {"draft_rope_amplitude", &DrafterConfig::rope_amplitude},
 };
 
 class Checker {
@@ -74,7 +94,8 @@ class Checker {
     if (field->is_float != is_float) fail(name, is_float ? "is an i64, must be an f64" : "is an f64, must be an i64");
     return *field;
   }
-  int integer(const IntField& f) const {
+  template <class Config>
+  int integer(const IntField<Config>& f) const {
     const int64_t v = get(f.name, false).i64;
     if (v < f.low || v > f.high) {
       fail(f.name, std::to_string(v) + " is not in " + std::to_string(f.low) + ".." + std::to_string(f.high));
@@ -90,10 +111,13 @@ class Checker {
   const KdtrView& file_;
 };
 
-bool known(const std::string& name) {
+template <size_t N, size_t M, class Config>
+bool known(const std::string& name, const IntField<Config> (&ints)[N], const FloatField<Config> (&floats)[M]) {
   const auto same = [&](const auto& f) { return name == f.name; };
-  return std::any_of(std::begin(kInts), std::end(kInts), same) || std::any_of(std::begin(kFloats), std::end(kFloats), same);
+  return std::any_of(std::begin(ints), std::end(ints), same) || std::any_of(std::begin(floats), std::end(floats), same);
 }
+
+bool of_drafter(const std::string& name) { return name.rfind(kDrafterPrefix, 0) == 0; }
 
 double mscale(const ModelConfig& c, double s) { return c.rope_factor > 1.0 ? 0.1 * s * std::log(c.rope_factor) + 1.0 : 1.0; }
 
@@ -139,11 +163,11 @@ ModelConfig read_config(const KdtrView& file) {
   const Checker check(file);
   for (uint32_t i = 0; i < file.field_count(); ++i) {
     const std::string name = file.field(i).name;
-    if (!known(name)) check.fail(name, "unknown field");
+    if (!of_drafter(name) && !known(name, kInts, kFloats)) check.fail(name, "unknown field");
   }
   ModelConfig config{};
-  for (const IntField& f : kInts) config.*f.member = check.integer(f);
-  for (const FloatField& f : kFloats) config.*f.member = check.get(f.name, true).f64;
+  for (const auto& f : kInts) config.*f.member = check.integer(f);
+  for (const auto& f : kFloats) config.*f.member = check.get(f.name, true).f64;
   check_relations(config, check);
   return config;
 }
@@ -161,33 +185,78 @@ void check_ranks(const ModelConfig& c, int ranks, const std::string& label) {
   need("moe_intermediate_size", c.moe_intermediate_size, c.has_moe());
 }
 
-std::vector<float> rope_table(const ModelConfig& c, int first, int positions) {
-  const double pi = 3.14159265358979323846, d = c.qk_rope_head_dim;
-  const int pairs = c.qk_rope_head_dim / 2;
+std::optional<DrafterConfig> read_drafter(const KdtrView& file, const ModelConfig& model) {
+  const Checker check(file);
+  bool there = false;
+  for (uint32_t i = 0; i < file.field_count(); ++i) {
+    const std::string name = file.field(i).name;
+    if (!of_drafter(name)) continue;
+    there = true;
+    if (!known(name, kDrafterInts, kDrafterFloats)) check.fail(name, "unknown field");
+  }
+  if (!there) return std::nullopt;
+  DrafterConfig c{};
+  for (const auto& f : kDrafterInts) c.*f.member = check.integer(f);
+  for (const auto& f : kDrafterFloats) {
+    c.*f.member = check.get(f.name, true).f64;
+    check.need(c.*f.member > 0, f.name, "must be above 0");
+  }
+  check.need(c.num_heads % c.num_kv_heads == 0, "draft_num_kv_heads", "does not divide draft_num_heads");
+  check.need(c.head_dim % 2 == 0, "draft_head_dim", std::to_string(c.head_dim) + " is odd");
+  check.need(c.rope_theta > 1, "draft_rope_theta", "must be above 1");
+  check.need(c.rope_factor >= 1, "draft_rope_factor", "must be at least 1");
+  check.need(model.mask_id >= 0, "mask_id", "a drafter needs a mask token");
+  check.width("draft_num_heads", c.num_heads, c.head_dim);
+  const auto taps = file.find_tensor("drafter.taps");
+  if (!taps || taps->dtype != DType::kI32 || taps->shape.size() != 1) {
+    throw Error("MissingTensor", file.label() + ": drafter.taps: a drafter needs this tensor, i32 with one dimension");
+  }
+  const auto* layers = static_cast<const int32_t*>(taps->data);
+  c.taps.assign(layers, layers + taps->shape[0]);
+  for (size_t i = 0; i < c.taps.size(); ++i) {
+    const bool good = c.taps[i] < model.num_layers && c.taps[i] >= 0 && (i == 0 || c.taps[i] > c.taps[i - 1]);
+    check.need(good, "drafter.taps", "layer " + std::to_string(c.taps[i]) + " does not ascend or is not in 0.." +
+                                         std::to_string(model.num_layers - 1));
+  }
+  check.width("drafter.taps", static_cast<int64_t>(c.taps.size()), model.hidden_size);
+  return c;
+}
+
+Rotation ModelConfig::rotation() const {
+  return {qk_rope_head_dim, rope_theta,     rope_factor,    rope_original_context,
+          rope_beta_fast,   rope_beta_slow, mscale(*this, rope_mscale) / mscale(*this, rope_mscale_all_dim)};
+}
+
+Rotation DrafterConfig::rotation() const {
+  return {head_dim, rope_theta, rope_factor, rope_original_context, rope_beta_fast, rope_beta_slow, rope_amplitude};
+}
+
+std::vector<float> rope_table(const Rotation& r, int first, int positions) {
+  const double pi = 3.14159265358979323846, d = r.dim;
+  const int pairs = r.dim / 2;
   const auto dim = [&](double turns) {
-    return d * std::log(c.rope_original_context / (2.0 * pi * turns)) / (2.0 * std::log(c.rope_theta));
+    return d * std::log(r.original / (2.0 * pi * turns)) / (2.0 * std::log(r.theta));
   };
   std::vector<double> inv_freq(pairs);
   for (int i = 0; i < pairs; ++i) {
-    const double extra = std::pow(c.rope_theta, -2.0 * i / d);
-    if (c.rope_factor <= 1.0) {
+    const double extra = std::pow(r.theta, -2.0 * i / d);
+    if (r.factor <= 1.0) {
       inv_freq[i] = extra;
       continue;
     }
-    const double low = std::max(std::floor(dim(c.rope_beta_fast)), 0.0);
-    double high = std::min(std::ceil(dim(c.rope_beta_slow)), d - 1.0);
+    const double low = std::max(std::floor(dim(r.beta_fast)), 0.0);
+    double high = std::min(std::ceil(dim(r.beta_slow)), d - 1.0);
     if (low == high) high += 0.001;
     const double ramp = std::clamp((i - low) / (high - low), 0.0, 1.0);
-    inv_freq[i] = extra / c.rope_factor * ramp + extra * (1.0 - ramp);
+    inv_freq[i] = extra / r.factor * ramp + extra * (1.0 - ramp);
   }
-  const double amplitude = mscale(c, c.rope_mscale) / mscale(c, c.rope_mscale_all_dim);
   std::vector<float> table(static_cast<size_t>(positions) * pairs * 2);
   for (int p = 0; p < positions; ++p) {
     for (int i = 0; i < pairs; ++i) {
       const double angle = (static_cast<double>(first) + p) * inv_freq[i];
       float* out = table.data() + (static_cast<size_t>(p) * pairs + i) * 2;
-      out[0] = static_cast<float>(std::cos(angle) * amplitude);
-      out[1] = static_cast<float>(std::sin(angle) * amplitude);
+      out[0] = static_cast<float>(std::cos(angle) * r.amplitude);
+      out[1] = static_cast<float>(std::sin(angle) * r.amplitude);
     }
   }
   return table;

@@ -1,11 +1,20 @@
 // A model's configuration: the fields of docs/model.md, checked, and what follows from them.
 #pragma once
 #include <cstdint>
+#include <optional>
 #include <vector>
 
 #include "kdtr.h"
 
 namespace kdtree {
+
+// What turns the pairs of a head's `dim` rotary dimensions; factor 1 is plain RoPE. cos and sin are multiplied by the amplitude.
+struct Rotation {
+  int dim;
+  double theta, factor;
+  int original;
+  double beta_fast, beta_slow, amplitude;
+};
 
 struct ModelConfig {
   // Sizes fit an int, and so do the products that operations use as widths.
@@ -23,6 +32,18 @@ struct ModelConfig {
   int o_width() const { return num_heads * v_head_dim; }
   int shared_inner() const { return n_shared_experts * moe_intermediate_size; }
   double attention_scale() const;  // (N+P)^-1/2 * m(mscale_all_dim)^2
+  Rotation rotation() const;
+};
+
+// The drafter that a file may hold beside its model; taps are layers of the model, ascending.
+struct DrafterConfig {
+  int num_layers, num_heads, num_kv_heads, head_dim, intermediate_size, block_size, rope_original_context;
+  double rms_norm_eps, rope_theta, rope_factor, rope_beta_fast, rope_beta_slow, rope_amplitude;
+  std::vector<int> taps;
+
+  int q_width() const { return num_heads * head_dim; }
+  int kv_width() const { return num_kv_heads * head_dim; }
+  Rotation rotation() const;
 };
 
 // ConfigError (`FILE: FIELD: reason`) for a field that is unknown, missing, of the wrong kind or out of range.
@@ -31,7 +52,10 @@ ModelConfig read_config(const KdtrView& file);
 // ConfigError naming the field unless `ranks` divides what they share: heads, inner sizes, hidden size, vocabulary.
 void check_ranks(const ModelConfig& config, int ranks, const std::string& label);
 
-// cos and sin of the positions first, first + 1, ...: [positions, P/2, 2], computed in double, YaRN and its amplitude included.
-std::vector<float> rope_table(const ModelConfig& config, int first, int positions);
+// Nothing if the file has no field of a drafter; MissingTensor for its list of taps.
+std::optional<DrafterConfig> read_drafter(const KdtrView& file, const ModelConfig& model);
+
+// cos and sin of the positions first, first + 1, ...: [positions, dim/2, 2], computed in double, the amplitude included.
+std::vector<float> rope_table(const Rotation& rotation, int first, int positions);
 
 }  // namespace kdtree

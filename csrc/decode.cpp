@@ -46,6 +46,17 @@ void Session::check_request(const DecodeRequest& r) const {
     refuse("RequestError", "budget " + std::to_string(r.budget) + " and the root need " + std::to_string(r.budget + 1) +
                                " rows, the session's max_rows is " + std::to_string(max_rows_));
   }
+  if (!r.costs.empty() && static_cast<int64_t>(r.costs.size()) != r.budget + 1) {
+    refuse("RequestError", std::to_string(r.costs.size()) + " costs, a budget of " + std::to_string(r.budget) + " takes " +
+                               std::to_string(r.budget + 1));
+  }
+  for (const double cost : r.costs) {
+    if (!(cost > 0.0) || std::isinf(cost)) refuse("RequestError", "a cost of " + std::to_string(cost) + " is not finite and above 0");
+  }
+  if (r.dflash) {
+    if (draft_block_ == 0) refuse("DrafterError", "the file has no drafter of its own; `kdtree import --drafter` puts one in");
+    return;
+  }
   if (r.draft_width != config_.vocab_size) {
     refuse("DrafterError", "draft logits are " + std::to_string(r.draft_width) + " wide, the vocabulary has " +
                                std::to_string(config_.vocab_size));
@@ -66,7 +77,8 @@ void Session::reserve(const DecodeRequest& r) {
   };
   const size_t v = static_cast<size_t>(config_.vocab_size), tokens = static_cast<size_t>(r.max_tokens);
   if (r.tree) {
-    grow(draft_, sizeof(float) * v * static_cast<size_t>(r.draft_rows), "draft");
+    if (!r.dflash) grow(draft_, sizeof(float) * v * static_cast<size_t>(r.draft_rows), "draft");
+    grow(costs_, sizeof(double) * r.costs.size(), "tree.costs");
     moved = forward_->need_scratch(backend_->tree_scratch(config_.vocab_size, block_of(r), static_cast<int>(r.budget))) || moved;
   }
   if (r.record) {
@@ -80,7 +92,11 @@ void Session::prefill_bonus() {
   const std::vector<int32_t>& prompt = request_.prompt;
   for (size_t at = 0; at < prompt.size(); at += static_cast<size_t>(max_rows_)) {
     const size_t n = std::min(prompt.size() - at, static_cast<size_t>(max_rows_));
-    run(chain(prompt, at, n), false, false, nullptr);
+    const int width = static_cast<int>(n);
+    const bool drafting = request_.dflash && drafter_;
+    const AfterLayer keep = [&](int layer, const float* x) { drafter_->tap(layer, x, width); };
+    run(chain(prompt, at, n), false, false, nullptr, drafting ? &keep : nullptr);
+    if (drafting) drafter_->extend(width, forward_->scratch());
     if (at + n == prompt.size()) {  // the last row alone decides what follows
       const int last = static_cast<int>(n) - 1;
       check_fault("prefill");
@@ -105,8 +121,10 @@ int64_t Session::begin(const DecodeRequest& request) {
   ++ticket_;
   request_ = request;
   result_ = DecodeResult{};
+  draft_log_.clear();
   reserve(request_);
-  if (request_.tree && request_.draft_rows > 0) {
+  if (!request_.costs.empty()) backend_->upload(costs_.get(), request_.costs.data(), sizeof(double) * request_.costs.size());
+  if (request_.tree && !request_.dflash && request_.draft_rows > 0) {
     const size_t bytes = sizeof(float) * static_cast<size_t>(request_.draft_rows * request_.draft_width);
     backend_->upload(draft_.get(), request_.draft, bytes);
   }
@@ -127,7 +145,8 @@ int64_t Session::begin(const DecodeRequest& request) {
   state_.draft_rows = static_cast<int32_t>(request_.draft_rows);
   upload_state(length_, 0);
   key_ = (request_.tree ? "ddtree/" + std::to_string(block_of(request_)) : std::string("ar")) + "/" + std::to_string(width_) +
-         "/" + std::to_string(keys_) + "/" + bits(request_.temperature) + (request_.record ? "/record" : "");
+         "/" + std::to_string(keys_) + "/" + bits(request_.temperature) + (request_.dflash ? "/dflash" : "") + (request_.chain ? "/chain" : "") + (request_.costs.empty() ? "" : "/costs") +
+         (request_.record ? "/record" : "");
   running_ = request_.max_tokens > 0;
   result_.prefill_seconds = seconds_since(start);
   return ticket_;
@@ -137,14 +156,18 @@ void Session::forward_round() {
   const kdtree::Rows rows = forward_->rows(width_);
   StepState* state = forward_->state();
   const bool lead = collective_.ranks().lead();
+  const bool drafting = lead && request_.dflash;
+  if (drafting) drafter_->draft(keys_, forward_->scratch());
   if (lead && request_.tree) {
-    backend_->tree_build({draft_.f32(), config_.vocab_size, block_of(request_), width_ - 1, config_.eos_id, forward_->scratch(), rows,
-                          static_cast<double*>(scores_.get()), state});
+    backend_->tree_build({drafting ? drafter_->logits() : draft_.f32(), config_.vocab_size, block_of(request_), width_ - 1,
+                          config_.eos_id, request_.chain, request_.costs.empty() ? nullptr : static_cast<double*>(costs_.get()),
+                          forward_->scratch(), rows, static_cast<double*>(scores_.get()), state});
   } else if (lead) {
     backend_->tree_root(rows, state);
   }
   share(step_->planned());
-  forward_->layers(width_, keys_);
+  const AfterLayer keep = [this](int layer, const float* x) { drafter_->tap(layer, x, width_); };
+  forward_->layers(width_, keys_, nullptr, 0, drafting ? &keep : nullptr);
   forward_->head(width_);
   select(width_, 0, request_.temperature);
   if (lead) {
@@ -158,6 +181,7 @@ void Session::forward_round() {
   }
   backend_->kv_commit({forward_->cache().data(), config_.num_layers, config_.kv_lora_rank, config_.qk_rope_head_dim,
                        step_->accepted.i32(), width_, forward_->scratch(), state, forward_->numerics()});
+  if (drafting) drafter_->extend_accepted(step_->accepted.i32(), width_, forward_->scratch());
   if (!collective_.ranks().alone()) sum_round();
 }
 
@@ -200,6 +224,11 @@ std::vector<int32_t> Session::round(int64_t ticket) {
     reset();
     raise(out.error, out.error_row, out.error_detail, "decode");
   }
+  if (request_.record && request_.dflash) {
+    const size_t old = draft_log_.size();
+    draft_log_.resize(old + static_cast<size_t>(draft_block_ - 1) * static_cast<size_t>(config_.vocab_size));
+    if (drafter_) backend_->download(draft_log_.data() + old, drafter_->logits(), sizeof(float) * (draft_log_.size() - old));
+  }
   std::vector<int32_t> tokens(static_cast<size_t>(out.n_accepted));
   std::memcpy(tokens.data(), raw.data() + offsetof(RoundOut, tokens), sizeof(int32_t) * tokens.size());
   if (scrub_ != nullptr) compare_round(seconds_since(start));
@@ -227,6 +256,12 @@ void Session::recorded_logits(int64_t ticket, float* logits) {
   std::memcpy(logits, first_logits_.data(), sizeof(float) * first_logits_.size());
   const size_t bytes = sizeof(float) * first_logits_.size() * result_.tokens.size();
   if (bytes > 0) backend_->download(logits + first_logits_.size(), logit_log_.get(), bytes);
+}
+
+const std::vector<float>& Session::recorded_draft(int64_t ticket) const {
+  check_ticket(ticket);
+  if (!request_.record || !request_.dflash) throw Error("RequestError", "the decode did not record a drafter of its own");
+  return draft_log_;
 }
 
 int64_t Session::recorded_trees_size(int64_t ticket) const {

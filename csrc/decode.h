@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "dflash.h"
 #include "model.h"
 #include "scrub.h"
 
@@ -20,7 +21,10 @@ struct DecodeRequest {
   bool tree = false;  // false: AR, and what follows up to `budget` is ignored
   const float* draft = nullptr;  // host memory [draft_rows, draft_width]
   int64_t draft_rows = 0, draft_width = 0, draft_first = 0;
+  bool dflash = false;  // the file's own drafter drafts, and the four above mean nothing
   int64_t block_size = 1, budget = 0;
+  bool chain = false;   // only the best token of each depth
+  std::vector<double> costs;  // [budget + 1] of a forward with so many nodes, by which trees are cut; empty: they are not
   double temperature = 0.0;
   uint64_t seed = 0;
   bool record = false;  // keep the logits of every committed row and every round's tree
@@ -76,6 +80,9 @@ class Session {
   // Trees of a recorded DDTree decode: host int32 [rounds, 2 + 3*(budget+1)], as RecordTreeArgs lays them out.
   void recorded_trees(int64_t ticket, int32_t* trees);
   int64_t recorded_trees_size(int64_t ticket) const;  // integers
+  // What the own drafter gave in each round of a recorded decode: [rounds, L, V]; zeros on a rank that does not lead.
+  const std::vector<float>& recorded_draft(int64_t ticket) const;
+  int draft_block() const { return draft_block_; }  // 0: the file has no drafter
 
  private:
   struct Rows {  // host copy of a step's rows
@@ -90,7 +97,8 @@ class Session {
   void end_others();
   void upload_rows(const Rows& rows);
   void upload_state(int kv_len, int n_rows);
-  void run(const Rows& rows, bool graph, bool head, const Tap* tap);  // rows at length_, then the fault check
+  // Rows at length_. after: see Forward::layers.
+  void run(const Rows& rows, bool graph, bool head, const Tap* tap, const AfterLayer* after = nullptr);
   void select(int width, int first, double temperature);  // on the lead
   void share(const StepMemory::Span& span);                // the lead's, to every rank
   void sum_round();
@@ -115,9 +123,11 @@ class Session {
   std::unique_ptr<StepMemory> step_;
   std::unique_ptr<Scrub> scrub_;  // with several ranks
   std::unique_ptr<Forward> forward_;
+  int draft_block_ = 0;
+  std::unique_ptr<Drafter> drafter_;  // on the lead, if the file has one
   Buffer scores_;
   Buffer sum_, sums_;             // this rank's checksum of a round, and every rank's
-  Buffer draft_, logit_log_, tree_log_;  // grown on demand, kept between decodes
+  Buffer draft_, logit_log_, tree_log_, costs_;  // grown on demand, kept between decodes
   int length_ = 0;
   StepState state_{};          // what the next step starts from
   std::vector<int32_t> verified_;  // parents of the last verify; empty when there is nothing to commit
@@ -126,7 +136,7 @@ class Session {
   bool running_ = false;
   DecodeRequest request_;
   DecodeResult result_;
-  std::vector<float> first_logits_;
+  std::vector<float> first_logits_, draft_log_;
   std::string key_;
   int width_ = 1, keys_ = 1;
 };

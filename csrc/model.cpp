@@ -10,6 +10,18 @@ constexpr int kRopeChunk = 8192;  // positions computed on the host at a time, s
 
 }  // namespace
 
+Buffer rope_buffer(Backend& backend, const Rotation& rotation, int positions, const char* what) {
+  const size_t angles = static_cast<size_t>(rotation.dim);  // cos and sin of dim/2 pairs
+  Buffer table(backend, sizeof(float) * static_cast<size_t>(positions) * angles, what);
+  for (int at = 0; at < positions;) {
+    const int count = std::min(kRopeChunk, positions - at);
+    const std::vector<float> part = rope_table(rotation, at, count);
+    backend.upload(table.f32() + static_cast<size_t>(at) * angles, part.data(), sizeof(float) * part.size());
+    at += count;
+  }
+  return table;
+}
+
 StepMemory::StepMemory(Backend& backend, int max_rows, Ranks ranks) {
   const size_t m = static_cast<size_t>(max_rows);
   const struct {
@@ -100,14 +112,7 @@ Forward::Forward(Backend& backend, const ModelConfig& config, const ModelWeights
     k_rope_.emplace_back(backend, operand() * slots * c.qk_rope_head_dim, "cache.k_rope");
     cache_.push_back({latent_.back().get(), k_rope_.back().get(), slots_});
   }
-  const size_t angles = static_cast<size_t>(c.qk_rope_head_dim);  // cos and sin of P/2 pairs
-  cos_sin_ = Buffer(backend, sizeof(float) * static_cast<size_t>(context) * angles, "rope");
-  for (int at = 0; at < context;) {
-    const int count = std::min(kRopeChunk, context - at);
-    const std::vector<float> part = rope_table(config, at, count);
-    backend.upload(cos_sin_.f32() + static_cast<size_t>(at) * angles, part.data(), sizeof(float) * part.size());
-    at += count;
-  }
+  cos_sin_ = rope_buffer(backend, config.rotation(), context, "rope");
 }
 
 bool Forward::need_scratch(size_t bytes) {
@@ -182,7 +187,7 @@ void Forward::linear(int width, const void* x, const float* norm, double eps,
   backend_.linear(a);
 }
 
-void Forward::layers(int width, int max_keys, const Tap* tap, int kv_len) {
+void Forward::layers(int width, int max_keys, const Tap* tap, int kv_len, const AfterLayer* after) {
   backend_.embed({residual(), weights_.embed, weights_.embed_stride, rows(width), n_rows()});
   gather_residual(width);
   if (tap != nullptr) (*tap)("embed", x_.get(), config_.hidden_size, Element::kF32);
@@ -194,6 +199,7 @@ void Forward::layers(int width, int max_keys, const Tap* tap, int kv_len) {
       dense(i, width, tap);
     }
     if (tap != nullptr) (*tap)("layers." + std::to_string(i) + ".out", x_.get(), config_.hidden_size, Element::kF32);
+    if (after != nullptr) (*after)(i, x_.f32());
   }
 }
 

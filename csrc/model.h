@@ -108,10 +108,16 @@ class StepMemory {
   Buffer block_;
 };
 
+// cos and sin of the positions 0 .. positions-1, see rope_table.
+Buffer rope_buffer(Backend& backend, const Rotation& rotation, int positions, const char* what);
+
 enum class Element { kF32, kI32, kBf16 };
 
 // Called after an operation with the rows it wrote: name, address in the backend's memory, values a row, their type.
 using Tap = std::function<void(const std::string& name, const void* rows, int dim, Element element)>;
+
+// Called after each layer with the whole residual stream, part of the step: it may call operations.
+using AfterLayer = std::function<void(int layer, const float* x)>;
 
 // The rows of a step and everything computed from them, for steps of up to max_rows rows in a cache of `context` positions.
 class Forward {
@@ -121,7 +127,7 @@ class Forward {
 
   // From rows (and state) to the residual stream after the last layer. width: bound on the rows of this step; max_keys: on the
   // keys a row sees. A tap needs kv_len, the position of row 0, to find the cache rows.
-  void layers(int width, int max_keys, const Tap* tap = nullptr, int kv_len = 0);
+  void layers(int width, int max_keys, const Tap* tap = nullptr, int kv_len = 0, const AfterLayer* after = nullptr);
 
   // logits of the rows first .. first + width - 1 of the residual stream, of which state->n_rows count.
   void head(int width, int first = 0);

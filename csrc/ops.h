@@ -191,10 +191,46 @@ struct SelectArgs {
 struct TreeBuildArgs {
   const float* draft;  // [state->draft_rows, vocab]: logits for positions state->draft_first ...
   int vocab, block_size, budget, eos_id;
+  bool chain;          // only the best token of each depth
+  const double* costs; // [budget + 1] or null: the tree is cut as docs/model.md says
   void* scratch;       // tree_scratch(vocab, block_size, budget) bytes
   Rows rows;           // out: tokens, parents, depths, path; state->n_rows
   double* scores;      // out [max_rows], scores[0] = 0
   StepState* state;
+};
+
+// dst[m*ldd + i] = src[(index ? index[m] : m)*dim + i] for i < dim
+struct GatherArgs {
+  float* dst; int ldd; const float* src; int dim; const int32_t* index; int max_rows; const int32_t* n_rows;
+};
+
+struct DraftDims { int heads, kv_heads, head_dim; };  // heads/kv_heads queries share a head of keys, neighbours first
+
+// The drafter's cache of one layer, [slots, kv_heads*head_dim] each; slot s stands for position s.
+struct DraftCache { float* k; float* v; };
+
+// tokens = bonus, mask, mask, ...; draft_first and draft_rows of the state: the block's rows but the first.
+struct DraftBlockArgs { int32_t* tokens; int block_size, mask_id; StepState* state; };
+
+// From the raw projections of row m at position *first + m: norms and rotates every head of q (in place) and k, the pairs being
+// (i, i + head_dim/2), and writes k and v to the cache.
+struct DraftPrepareArgs {
+  DraftDims dims;
+  float* q;                           // [M, heads*head_dim], or null: keys and values alone
+  const float* k; const float* v;     // [M, kv_heads*head_dim]
+  const float* q_norm_w; const float* k_norm_w; float eps;  // [head_dim]
+  const float* cos_sin;               // [positions, head_dim/2, 2]
+  DraftCache cache;
+  const int32_t* first;               // a field of the state
+  int max_rows; const int32_t* n_rows;
+};
+
+// o = softmax(q.k / sqrt(head_dim)) . v; every row sees the slots 0 .. kv_len + *n_rows - 1, the whole context and the whole block.
+struct DraftAttentionArgs {
+  DraftDims dims; const float* q; DraftCache cache;
+  float* o;      // out [M, heads*head_dim]
+  int max_keys;  // no more are there
+  int max_rows; const int32_t* n_rows; const StepState* state;
 };
 
 // What the host learns of a round, in one transfer.
@@ -262,7 +298,7 @@ class Backend {
   // more: embed, linear_f32, linear_int4, linear_bf16, mla_prepare, mla_attention, mla_value, router, experts_f32, experts_int4,
   // experts_bf16, experts_int4_bf16 (a moe() call counts one of them by the kernel that ran; linear of INT4 under kBf16 is
   // linear_int4_bf16, the MLA operations under kBf16 are mla_prepare_bf16 and so on), unshard, checksum, select, tree_root,
-  // tree_build, accept, kv_commit, record, record_tree.
+  // tree_build, accept, kv_commit, record, record_tree; with a drafter gather_rows, draft_block, draft_prepare, draft_attention.
   virtual std::map<std::string, uint64_t> counters() const = 0;
   virtual void reset_counters() = 0;
 
@@ -290,6 +326,10 @@ class Backend {
   virtual void kv_commit(const KvCommitArgs&) = 0;
   virtual void record(const RecordArgs&) = 0;
   virtual void record_tree(const RecordTreeArgs&) = 0;
+  virtual void gather_rows(const GatherArgs&) = 0;
+  virtual void draft_block(const DraftBlockArgs&) = 0;
+  virtual void draft_prepare(const DraftPrepareArgs&) = 0;
+  virtual void draft_attention(const DraftAttentionArgs&) = 0;
 };
 
 // device: cpu, cuda or cuda:N; DeviceError if there is none such in this build or machine.

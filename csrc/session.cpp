@@ -35,6 +35,15 @@ Session::Session(std::unique_ptr<Backend> backend, std::shared_ptr<const KdtrFil
   step_ = std::make_unique<StepMemory>(*backend_, max_rows_, ranks);
   forward_ = std::make_unique<Forward>(*backend_, config_, weights_, *step_, collective_, precision.numerics, context_, max_rows_);
   scores_ = Buffer(*backend_, sizeof(double) * static_cast<size_t>(max_rows_), "tree.scores");
+  if (auto drafter = read_drafter(file_->view(), config_)) {
+    draft_block_ = drafter->block_size;
+    if (draft_block_ > std::numeric_limits<int>::max() - context_) throw Error("RequestError", "context plus draft_block_size exceeds 2^31-1");
+    if (ranks.lead()) {
+      DrafterWeights weights = load_drafter(*backend_, file_->view(), config_, *drafter, precision, ranks.alone() ? &weights_ : nullptr);
+      drafter_ = std::make_unique<Drafter>(*backend_, config_, std::move(*drafter), std::move(weights), context_, max_rows_, forward_->state());
+      forward_->need_scratch(drafter_->scratch_bytes());
+    }
+  }
   if (ranks.alone()) return;
   sum_ = Buffer(*backend_, sizeof(uint64_t), "rank.sum");
   sums_ = Buffer(*backend_, sizeof(uint64_t) * static_cast<size_t>(ranks.count), "rank.sums");
@@ -134,13 +143,13 @@ void Session::check_fault(const char* what) {
   if (now.error != kFaultNone) raise(now.error, now.error_row, now.error_detail, what);
 }
 
-void Session::run(const Rows& rows, bool graph, bool head, const Tap* tap) {
+void Session::run(const Rows& rows, bool graph, bool head, const Tap* tap, const AfterLayer* after) {
   const int width = static_cast<int>(rows.tokens.size());
   const int keys = keys_bound(static_cast<int64_t>(length_) + rows.deepest + 1);
   upload_rows(rows);
   upload_state(length_, width);
   const auto body = [&] {
-    forward_->layers(width, keys, tap, length_);
+    forward_->layers(width, keys, tap, length_, after);
     if (!head) return;
     forward_->head(width);
     select(width, 0, 0.0);  // finds NaN and infinity among the logits

@@ -14,7 +14,16 @@ import numpy.typing as npt
 
 from engine.library import library, named_errors
 from engine.ranks.member import ALONE, Member
-from harness.protocol import F32, Decoded, DecodeRequest, DrafterError, RequestError, Round, TokenError
+from harness.protocol import (
+    F32,
+    Decoded,
+    DecodeRequest,
+    DrafterError,
+    OwnDrafter,
+    RequestError,
+    Round,
+    TokenError,
+)
 
 I32 = npt.NDArray[np.int32]
 
@@ -49,7 +58,9 @@ class CsrcSession:
         self._turn = threading.RLock()
         self._close = weakref.finalize(self, ops.session_close, handle)  # a session that is dropped is closed too
         sizes = ops.session_sizes(handle)
-        self.vocab, self.hidden, self.layers, self.rank, self.rope, self.eos_id, self.context, self.max_rows = sizes
+        self.vocab, self.hidden, self.layers, self.rank, self.rope, self.eos_id, self.context, self.max_rows = sizes[:8]
+        self.draft_block = sizes[8]
+        """Of the file's own drafter; 0 without one."""
 
     @property
     def length(self) -> int:
@@ -181,7 +192,8 @@ class CsrcSession:
 
         prompt = _ints(request.prompt, "token", TokenError)
         draft, first = torch.empty((0, self.vocab), dtype=torch.float32), 0
-        if request.draft is not None:
+        drafter = {type(None): "none", OwnDrafter: "dflash"}.get(type(request.draft), "recorded")
+        if request.draft is not None and not isinstance(request.draft, OwnDrafter):
             table = np.ascontiguousarray(request.draft.logits, dtype=np.float32)
             if table.ndim != 2:
                 raise DrafterError(f"draft logits have shape {table.shape}, not [rows, {self.vocab}]")
@@ -198,11 +210,13 @@ class CsrcSession:
             self._handle,
             prompt,
             request.max_tokens,
+            drafter,
             draft,
-            request.draft is not None,
             first,
             request.block_size,
             request.budget,
+            request.chain,
+            torch.tensor(list(request.costs), dtype=torch.float64),
             request.temperature,
             signed,
             request.record,
@@ -213,6 +227,7 @@ class CsrcSession:
         tokens, accepted, eos, prefill_seconds, decode_seconds = self._ops.decode_result(self._handle, ticket)
         logits: F32 | None = None
         rounds: tuple[Round, ...] = ()
+        drafted: F32 | None = None
         if request.record:
             logits = np.empty((len(tokens) + 1, self.vocab), np.float32)
             self._ops.decode_logits(self._handle, ticket, _out(logits))
@@ -220,6 +235,9 @@ class CsrcSession:
                 trees = np.empty((len(accepted), 2 + 3 * (request.budget + 1)), np.int32)
                 self._ops.decode_trees(self._handle, ticket, _out(trees))
                 rounds = tuple(_round(entry) for entry in trees)
+            if isinstance(request.draft, OwnDrafter):
+                drafted = np.empty((len(accepted), self.draft_block - 1, self.vocab), np.float32)
+                self._ops.decode_draft(self._handle, ticket, _out(drafted))
         return Decoded(
             tokens=tuple(tokens),
             forwards=len(accepted),
@@ -227,6 +245,7 @@ class CsrcSession:
             accepted_per_round=tuple(accepted),
             logits=logits,
             rounds=rounds,
+            draft_logits=drafted,
             prefill_seconds=prefill_seconds,
             decode_seconds=decode_seconds,
         )
@@ -289,3 +308,7 @@ class CsrcEngine:
         experts = {"router", "experts_int4" if precision == "int4" else "experts_f32"} if moe else set()
         isa = os.environ.get("KDTREE_ISA", "") if self.device == "cpu" else ""
         return frozenset(always | experts | ({f"isa_{isa}"} if isa else set()))
+
+    def drafter_kernels(self) -> frozenset[str]:
+        """Kernels that a decode with the file's own drafter must have launched, and no other."""
+        return frozenset({"gather_rows", "draft_block", "draft_prepare", "draft_attention"})

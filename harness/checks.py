@@ -14,9 +14,10 @@ import numpy as np
 from harness.cells import Check, Findings, Verdict
 from harness.compare import bits, exactly
 from harness.golden import Golden
-from harness.golden_checks import against_golden, cache, recorded, rounds, shared, taps
+from harness.golden_checks import against_golden, cache, draft, recorded, rounds, shared, taps
 from harness.protocol import F32, Decoded, DecodeRequest, Engine, Session
 from harness.widths import check_widths
+from refs.drafters import DFLASH
 from refs.sampling import choose
 
 SAMPLING_TEMPERATURE = 0.75  # exact in every float type; flat enough that a drafted token is refused now and then
@@ -40,6 +41,8 @@ def run_checks(engine: Engine, session: Session, golden: Golden, drafter: str, s
     against_golden(found, golden, decoded)
     if ar is not None:
         rounds(found, golden.rounds(drafter), decoded)
+        if drafter == DFLASH:
+            draft(found, golden, decoded)
         found.checks += _against_ar(decoded, ar, layers, ar_cache)
     found.checks.append(_counts(decoded, drafter))
     found.checks += _stream(session, request, decoded)
@@ -53,7 +56,7 @@ def run_checks(engine: Engine, session: Session, golden: Golden, drafter: str, s
         found.checks += _stepping(session, golden, decoded)
         found.checks += taps(found, session, golden, decoded)
         found.checks += cache(golden, layers, decoded)
-    found.checks += _kernels(engine, golden, found.kernels)
+    found.checks += _kernels(engine, golden, found.kernels, drafter)
     found.checks.append(exactly("kernels.reset", len(stale), Verdict.FAIL_KERNEL, f"counted after a reset: {stale}"))
     guard = session.broken_guard()
     found.checks.append(exactly("guards", int(bool(guard)), Verdict.FAIL_KERNEL, f"written outside of {guard}"))
@@ -131,13 +134,18 @@ def _stepping(session: Session, golden: Golden, decoded: Decoded) -> list[Check]
     return [bits("steps", np.stack(rows), recorded(decoded), "stepping against decode, [step, token]")]
 
 
-def _kernels(engine: Engine, golden: Golden, counters: dict[str, int]) -> list[Check]:
-    """The kernels of this precision ran, and those that are the other precision's alone did not."""
+def _kernels(engine: Engine, golden: Golden, counters: dict[str, int], drafter: str) -> list[Check]:
+    """The kernels of this cell ran, and those that are the other precision's alone, or the own drafter's, did not."""
     needed = engine.kernels(golden.precision, golden.has_moe)
     foreign = engine.kernels("int4" if golden.precision == "fp32" else "fp32", golden.has_moe) - needed
+    drafting: frozenset[str] = getattr(engine, "drafter_kernels", frozenset)()
+    if drafter == DFLASH:
+        needed |= drafting
+    else:
+        foreign |= drafting
     idle = sorted(name for name in needed if counters.get(name, 0) < 1)
     ran = sorted(name for name in foreign if counters.get(name, 0) > 0)
     return [
         exactly("kernels", len(idle), Verdict.FAIL_KERNEL, f"never launched: {', '.join(idle)}; counted: {counters}"),
-        exactly("kernels.foreign", len(ran), Verdict.FAIL_KERNEL, f"of the other precision, yet launched: {ran}"),
+        exactly("kernels.foreign", len(ran), Verdict.FAIL_KERNEL, f"not this cell's, yet launched: {ran}"),
     ]

@@ -66,8 +66,8 @@ def run(session: Session, golden: Golden, drafter: str, tokens: int, block: int,
     request = replace(golden.request(), max_tokens=tokens, temperature=0.0)
     ar = _fastest(session, request)
     drafted = replace(golden.request(drafter), max_tokens=tokens, temperature=0.0, block_size=block, budget=budget)
-    table = drafted.draft
-    note = f"{drafter}, recorded in the bundle"
+    table = drafted.draft if isinstance(drafted.draft, Draft) else None
+    note = "dflash, the model's own" if table is None else f"{drafter}, recorded in the bundle"
     if drafter == "oracle" and table is not None and len(table.logits) < len(ar.tokens) - 1:
         first, vocab = len(golden.prompt) + 1, golden.field("vocab_size")
         drafted = replace(drafted, draft=_oracle(ar.tokens[1:], first, vocab))
@@ -146,7 +146,7 @@ def _parser() -> Parser:
     parser.add_argument("--tokens", type=_positive, default=24)
     parser.add_argument("--block", type=_positive, default=8, help="a tree is at most block - 1 deep")
     parser.add_argument("--budget", type=int, default=7, help="nodes of a tree, the root not counted")
-    parser.add_argument("--drafter", default="oracle", help="oracle, noisy or hostile")
+    parser.add_argument("--drafter", default="oracle", help="oracle, noisy, hostile or dflash")
     parser.add_argument("--engine", default="csrc")
     parser.add_argument("--device", choices=DEVICES, default="cpu")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of text")

@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from harness.protocol import DecodeRequest, Draft, Round
+from harness.protocol import DecodeRequest, Draft, OwnDrafter, Round
+from refs.drafters import DFLASH
 from refs.kdtr import Kdtr, read
 
 F64 = npt.NDArray[np.float64]
@@ -91,7 +92,9 @@ class Golden:
         run = self.meta["run"]
         values: dict[str, Any] = {"prompt": self.prompt, "max_tokens": int(run["max_tokens"]), "record": True}
         values.update(temperature=float(run["temperature"]), seed=int(run["seed"]))
-        if drafter:
+        if drafter == DFLASH:
+            values.update(draft=OwnDrafter(), block_size=int(run["block_size"]), budget=int(run["budget"]))
+        elif drafter:
             table = self.file.tensor(f"draft.{self.precision}.{drafter}")
             values["draft"] = Draft(logits=np.asarray(table, np.float32), first=len(self.prompt) + 1)
             values.update(block_size=int(run["block_size"]), budget=int(run["budget"]))
@@ -109,6 +112,10 @@ class Golden:
             )
             for i, size in enumerate(sizes)
         )
+
+    def draft_logits(self) -> F64:
+        """[rounds, L, V]: what the bundle's own drafter gives in every round."""
+        return self._golden(f"{DFLASH}.logits")
 
     def other_logits(self) -> F64 | None:
         """Golden logits of the other precision, if the bundle has them."""

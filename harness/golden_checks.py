@@ -114,6 +114,24 @@ def rounds(found: Findings, want: tuple[Round, ...], decoded: Decoded) -> None:
     ]
 
 
+def draft(found: Findings, golden: Golden, decoded: Decoded) -> None:
+    """The own drafter's logits of every round up to the first with another history, and the first beyond its bound."""
+    want, tolerance = golden.draft_logits(), golden.tolerance("draft")
+    got = decoded.draft_logits
+    if got is None or got.ndim != 3 or got.shape[1] < want.shape[1] or got.shape[2] != want.shape[2]:
+        shape = None if got is None else got.shape
+        found.checks.append(exactly("draft.shape", 1, Verdict.FAIL_SHAPE, f"draft logits {shape}, golden {want.shape}"))
+        return
+    counts = tuple(len(r.accepted) for r in golden.rounds("dflash"))
+    same = shared(found.acceptance, counts)
+    want = want[: same + 1].reshape(-1, want.shape[2])
+    got = got[: same + 1, : golden.draft_logits().shape[1]].reshape(-1, want.shape[1])
+    here = compare.tensor("draft", got, want[: len(got)], tolerance)
+    found.checks += here
+    if here[0].ok and not here[-1].ok and found.divergence is None:
+        found.divergence = _divergence("draft", "row", got, want, tolerance)
+
+
 def _row(tree: Tree, row: int) -> str:
     if row >= min(len(tree.tokens), len(tree.parents)):
         return f"no such row ({len(tree.tokens)} rows)"

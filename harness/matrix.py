@@ -22,7 +22,7 @@ PRECISIONS = ("fp32", "int4")
 DECODERS = ("ar", "ddtree")
 DEVICES = ("cpu", "cuda")
 DRAFTERS = ("oracle", "noisy", "hostile")
-"""Of a config that names none; what `refs.recipe` takes too."""
+"""Of a config that names none; what `refs.recipe` takes too. ``dflash`` drafts where a config names it."""
 
 _NAME = re.compile(r"[a-z0-9_]+")
 _WORD = re.compile(r"\s*([()]|[^\s()]+)")

@@ -83,14 +83,24 @@ class Draft:
 
 
 @dataclass(frozen=True)
+class OwnDrafter:
+    """The drafter that the model's file holds (docs/model.md, Drafter) drafts."""
+
+
+@dataclass(frozen=True)
 class DecodeRequest:
     """One decode. ``draft is None`` means AR; otherwise DDTree with ``block_size`` and ``budget``."""
 
     prompt: Sequence[int]
     max_tokens: int
-    draft: Draft | None = None
+    draft: Draft | OwnDrafter | None = None
     block_size: int = 1
     budget: int = 0
+    chain: bool = False
+    """Only the best token of each depth: a drafter without a tree."""
+    costs: Sequence[float] = ()
+    """[B+1]: what a forward with 0, 1, ... nodes costs, in any unit; each tree is cut where expected tokens over cost
+    are greatest. Empty: trees are not cut."""
     temperature: float = 0.0
     seed: int = 0
     record: bool = False
@@ -122,6 +132,8 @@ class Decoded:
     """[T+1, V] when recorded: row 0 after the prompt, row i after the i-th committed token."""
     rounds: tuple[Round, ...] = ()
     """When recorded."""
+    draft_logits: F32 | None = None
+    """[rounds, L, V] when recorded with an own drafter: what it gave in each round."""
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
 
@@ -220,3 +232,6 @@ class Engine(Protocol):
 
     def kernels(self, precision: str, moe: bool) -> frozenset[str]:
         """Counter names that must be above zero after a decode in this precision (empty: it counts none)."""
+
+    # An engine that knows drafters of a file's own may also have drafter_kernels() -> frozenset[str]: the counter names
+    # that must be above zero after a decode with one, and are zero without.

@@ -13,7 +13,17 @@ from pathlib import Path
 import numpy as np
 
 from harness import protocol
-from harness.protocol import F32, Decoded, DecodeRequest, DeviceError, EngineError, FormatError, RequestError, Round
+from harness.protocol import (
+    F32,
+    Decoded,
+    DecodeRequest,
+    DeviceError,
+    EngineError,
+    FormatError,
+    OwnDrafter,
+    RequestError,
+    Round,
+)
 from refs import decode as refs_decode
 from refs.elementary import F
 from refs.errors import RefError
@@ -75,6 +85,7 @@ class ReferenceSession:
             rounds.append(r)
         first, *rest = rounds
         tokens = tuple(token for r in rest for token in r.tokens)
+        drafted = [r.draft for r in rest if r.draft is not None]
         return Decoded(
             tokens=tokens,
             forwards=len(rest),
@@ -82,6 +93,7 @@ class ReferenceSession:
             accepted_per_round=tuple(len(r.accepted) for r in rest),
             logits=_f32(np.concatenate([first.logits, *(r.logits for r in rest)])) if request.record else None,
             rounds=tuple(Round(r.tree.tokens, r.tree.parents, r.accepted) for r in rest) if request.record else (),
+            draft_logits=_f32(np.stack(drafted)) if request.record and drafted else None,
             prefill_seconds=prefilled - start,
             decode_seconds=time.perf_counter() - prefilled,
         )
@@ -112,14 +124,18 @@ class ReferenceSession:
         pass
 
     def _rounds(self, request: DecodeRequest) -> Iterator[refs_decode.Round]:
-        draft = request.draft
+        own = isinstance(request.draft, OwnDrafter)
+        draft = None if isinstance(request.draft, OwnDrafter) else request.draft
         asked = refs_decode.Request(
             prompt=request.prompt,
             max_tokens=request.max_tokens,
             draft=None if draft is None else draft.logits,
             first=0 if draft is None else draft.first,
+            dflash=own,
             block_size=request.block_size,
             budget=request.budget,
+            chain=request.chain,
+            costs=request.costs,
             temperature=request.temperature,
             seed=request.seed,
         )

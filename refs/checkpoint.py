@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,29 @@ def weights(name: str, config: ModelConfig) -> dict[str, F32]:
             raise CheckpointError(f"{path}: {names[0]}: holds NaN or infinity")
         out[tensor] = value
     return out
+
+
+def drafter_weights(name: str, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, F32]:
+    """The drafter's float32 tensors of ``shapes`` from ``refs/NAME/drafter/model.safetensors``."""
+    path = FOLDER / name / "drafter" / "model.safetensors"
+    stored = _read(path)
+    out: dict[str, F32] = {}
+    for tensor, shape in shapes.items():
+        hf = _drafter_name(tensor)
+        if hf not in stored or stored[hf].shape != shape or not np.isfinite(stored[hf]).all():
+            raise CheckpointError(f"{path}: {hf}: not there, not {shape} or not finite, {tensor} needs it")
+        out[tensor] = stored[hf]
+    return out
+
+
+def _drafter_name(tensor: str) -> str:
+    """``drafter.layers.0.attn.q.w`` -> ``layers.0.self_attn.q_proj.weight``."""
+    *path, last = tensor.removeprefix("drafter.").removesuffix(".w").split(".")
+    known = {"attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+    if path and path[-1] in ("attn", "mlp"):
+        path[-1] = {"attn": "self_attn", "mlp": "mlp"}[path[-1]]
+        last = last if last.endswith("norm") else f"{last}_proj"
+    return ".".join([*path, known.get(last, last), "weight"])
 
 
 def _hf_names(tensor: str, shape: tuple[int, ...]) -> list[str]:

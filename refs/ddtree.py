@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from refs.elementary import F32, lse32
+from refs.elementary import F32, exp32, lse32
 from refs.errors import DrafterError
 
 
@@ -36,9 +36,12 @@ def ranked(row: F32, k: int) -> tuple[list[int], list[float]]:
     return order, (row[order] - lse32(row)).astype(np.float64).tolist() if order else []
 
 
-def build(bonus: int, draft: F32, budget: int) -> Tree:
-    """The tree of at most ``budget`` nodes below ``bonus`` from draft logits [depths, V], best first."""
-    best = [ranked(row, min(budget, draft.shape[1])) for row in draft] if budget else []
+def build(bonus: int, draft: F32, budget: int, *, chain: bool = False) -> Tree:
+    """The tree of at most ``budget`` nodes below ``bonus`` from draft logits [depths, V], best first.
+
+    ``chain``: only the best token of each depth, which is what a drafter without a tree proposes.
+    """
+    best = [ranked(row, min(1 if chain else budget, draft.shape[1])) for row in draft] if budget else []
     tokens, parents, depths, scores = [bonus], [-1], [0], [0.0]
     heap: list[tuple[float, tuple[int, ...], int]] = []  # (-score, ranks from the root, parent's row)
 
@@ -58,6 +61,19 @@ def build(bonus: int, draft: F32, budget: int) -> Tree:
         push((*ranks[:-1], ranks[-1] + 1), parent)
         push((*ranks, 0), row)
     return Tree(tuple(tokens), tuple(parents), tuple(depths), tuple(scores))
+
+
+def cut(tree: Tree, costs: Sequence[float]) -> Tree:
+    """The first rows of ``tree``, as many as make expected accepted rows over cost greatest (docs/model.md, Cut).
+
+    ``costs[n]`` is what a forward with n nodes below the root costs, in any unit.
+    """
+    best, expected, kept = 1.0 / np.float64(costs[0]), 1.0, 1
+    for row in range(1, tree.size):
+        expected += float(exp32(np.array([tree.scores[row]], np.float32))[0])
+        if expected / np.float64(costs[row]) > best:
+            best, kept = expected / np.float64(costs[row]), row + 1
+    return Tree(tree.tokens[:kept], tree.parents[:kept], tree.depths[:kept], tree.scores[:kept])
 
 
 def accept(tree: Tree, choices: Sequence[int], eos: int) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from refs.ddtree import Tree, accept, build, depth_limit
+from refs.ddtree import Tree, accept, build, cut, depth_limit
 from refs.elementary import F32, F
 from refs.errors import ContextOverflow, DrafterError, RequestError
 from refs.model import Model
@@ -16,14 +16,20 @@ from refs.sampling import choose
 
 @dataclass(frozen=True)
 class Request:
-    """One decode; ``draft is None`` means AR. ``draft[r]`` drafts the token at position ``first + r``."""
+    """One decode; AR without ``draft`` and ``dflash``. ``draft[r]`` drafts the token at position ``first + r``."""
 
     prompt: Sequence[int]
     max_tokens: int
     draft: F32 | None = None
     first: int = 0
+    dflash: bool = False
+    """The model's own drafter drafts; ``draft`` and ``first`` then mean nothing."""
     block_size: int = 1
     budget: int = 0
+    chain: bool = False
+    """Only the best token of each depth."""
+    costs: Sequence[float] = ()
+    """[budget + 1]: what a forward with so many nodes costs, by which trees are cut; empty: they are not."""
     temperature: float = 0.0
     seed: int = 0
 
@@ -40,8 +46,12 @@ class Request:
             raise ContextOverflow(
                 f"{len(self.prompt)} prompt tokens and {self.max_tokens} more exceed a context of {model.context}"
             )
+        if self.costs and (len(self.costs) != self.budget + 1 or not all(0 < c < np.inf for c in self.costs)):
+            raise RequestError(f"{len(self.costs)} costs, must be {self.budget + 1} finite ones above 0")
+        if self.dflash and model.drafter is None:
+            raise DrafterError("the model has no drafter of its own")
         vocab = model.config.vocab_size
-        if self.draft is not None and (self.draft.ndim != 2 or self.draft.shape[1] != vocab):
+        if not self.dflash and self.draft is not None and (self.draft.ndim != 2 or self.draft.shape[1] != vocab):
             raise DrafterError(f"draft logits of shape {self.draft.shape}, must be [rows, {vocab}]")
 
 
@@ -52,6 +62,8 @@ class Round:
     tree: Tree
     accepted: tuple[int, ...]
     logits: F
+    draft: F | None = None
+    """What the model's own drafter gave, [L, V]."""
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -75,15 +87,27 @@ class Decoded:
         return len(self.rounds)
 
 
-def plan(request: Request, bonus: int, committed: int, eos: int) -> Tree:
-    """The rows of the next forward when ``committed`` tokens are out and ``bonus`` is next."""
-    if request.draft is None or bonus == eos:
-        return build(bonus, np.zeros((0, 1), np.float32), 0)
+def recorded(request: Request, committed: int) -> F32:
+    """The rows of the request's table that a tree may use when ``committed`` tokens are out."""
+    if request.draft is None:
+        return np.zeros((0, 1), np.float32)
     position = len(request.prompt) + committed
     rows = request.draft.shape[0]
     depth = depth_limit(request.block_size, request.max_tokens - committed, request.first, rows, position)
     start = position + 1 - request.first
-    return build(bonus, request.draft[start : start + depth] if depth else request.draft[:0], request.budget)
+    return request.draft[start : start + depth] if depth else request.draft[:0]
+
+
+def drafted(request: Request, logits: F, committed: int) -> F32:
+    """The rows of an own drafter's ``logits`` [L, V] that a tree may use."""
+    depth = depth_limit(request.block_size, request.max_tokens - committed, 0, logits.shape[0], -1)
+    return logits[:depth].astype(np.float32)
+
+
+def plan(request: Request, draft: F32, bonus: int, eos: int) -> Tree:
+    """The rows of the next forward, from draft logits [depths, V]."""
+    tree = build(bonus, draft[:0] if bonus == eos else draft, request.budget, chain=request.chain)
+    return cut(tree, request.costs) if request.costs else tree
 
 
 def rounds(model: Model, request: Request) -> Iterator[Round]:
@@ -95,7 +119,12 @@ def rounds(model: Model, request: Request) -> Iterator[Round]:
     eos, committed = model.config.eos_id, 0
     while committed < request.max_tokens:
         bonus = choose(logits[-1], model.length - 1, request.temperature, request.seed)
-        tree = plan(request, bonus, committed, eos)
+        logits_of_draft = model.draft(bonus) if request.dflash else None
+        if logits_of_draft is None:
+            draft = recorded(request, committed)
+        else:
+            draft = drafted(request, logits_of_draft, committed)
+        tree = plan(request, draft, bonus, eos)
         every = model.verify(tree.tokens, tree.parents)
         choices = [
             choose(row, model.length + depth, request.temperature, request.seed)
@@ -105,7 +134,7 @@ def rounds(model: Model, request: Request) -> Iterator[Round]:
         model.commit(path)
         logits = every[list(path)]
         committed += len(path)
-        yield Round(tree, path, logits)
+        yield Round(tree, path, logits, logits_of_draft)
         if tree.tokens[path[-1]] == eos:
             return
 

@@ -50,3 +50,5 @@ def hostile(tokens: Sequence[int], vocab: int, draws: Draws, step: float) -> F32
 
 
 DRAFTERS = {"oracle": oracle, "noisy": noisy, "hostile": hostile}
+DFLASH = "dflash"
+"""Not recorded: the bundle's own drafter drafts (`refs.dflash`)."""

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from refs import checkpoint
+from refs.drafter_config import TAPS, DrafterConfig
 from refs.errors import ConfigError
 from refs.exact import Draws
 from refs.quant import GROUP, pack, quantise
@@ -42,6 +43,22 @@ def weights(recipe: Recipe, attempt: int) -> dict[str, npt.NDArray[np.generic]]:
         if ".experts." in name:
             q, scales = quantise(value)
             out[name.removesuffix("w") + "qw"], out[name.removesuffix("w") + "sc"] = pack(q), scales
+    if recipe.drafter:
+        out |= _drafter(recipe, recipe.drafter, attempt)
+    return out
+
+
+def _drafter(recipe: Recipe, drafter: DrafterConfig, attempt: int) -> dict[str, npt.NDArray[np.generic]]:
+    """The drafter's tensors, its taps among them."""
+    shapes = drafter.shapes(recipe.model)
+    out: dict[str, npt.NDArray[np.generic]] = {TAPS: np.array(drafter.taps, np.int32)}
+    if recipe.weights.checkpoint:
+        return out | checkpoint.drafter_weights(recipe.weights.checkpoint, shapes)
+    for name, shape in shapes.items():
+        draws = Draws(recipe.name, attempt, name)
+        fan_in = 1.0 / float(np.sqrt(np.float64(shape[-1])))
+        value = 1.0 + draws.normal(shape, 0.1) if name.endswith("norm.w") else draws.normal(shape, fan_in)
+        out[name] = value.astype(np.float32)
     return out
 
 

@@ -163,6 +163,12 @@ def several_accepted(result: Result, precision: str) -> bool:
     return len(lengths) > 2 and 1 in lengths
 
 
+def scattered_path(result: Result, precision: str) -> bool:
+    """The own drafter's tree has an accepted path that is not its first rows, and a round follows it."""
+    rounds = result.goldens[precision].rounds["dflash"]
+    return any(path != tuple(range(len(path))) for _, path in rounds[:-1])
+
+
 EDGES: dict[str, Edge] = {
     edge.__name__: edge
     for edge in (
@@ -181,5 +187,6 @@ EDGES: dict[str, Edge] = {
         beyond_original,
         extreme_nibbles,
         several_accepted,
+        scattered_path,
     )
 }

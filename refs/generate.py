@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from refs import draw, kdtr, recipe
 from refs.config import PRECISIONS
+from refs.drafters import DFLASH
 from refs.edges import EDGES
 from refs.errors import RefError
 from refs.exact import SUMMATIONS
@@ -62,7 +63,7 @@ def generate(wanted: Recipe) -> Result:
 
 
 def _attempt(wanted: Recipe, attempt: int) -> Result:
-    fields, tensors = wanted.model.fields(), draw.weights(wanted, attempt)
+    fields, tensors = _fields(wanted), draw.weights(wanted, attempt)
     prompt = draw.prompt(wanted, attempt)
     exact = {p: Model(fields, tensors, p, file=wanted.name) for p in PRECISIONS}
     unstopped = {p: emitted(exact[p], wanted, prompt) for p in PRECISIONS}
@@ -84,6 +85,10 @@ def _attempt(wanted: Recipe, attempt: int) -> Result:
             if not EDGES[edge](result, precision):
                 raise Rejected(f"{precision}: edge {edge} is not shown")
     return result
+
+
+def _fields(wanted: Recipe) -> dict[str, int | float]:
+    return wanted.model.fields() | (wanted.drafter.fields() if wanted.drafter else {})
 
 
 def _eos(wanted: Recipe, unstopped: Mapping[str, tuple[int, ...]]) -> int:
@@ -129,7 +134,7 @@ def meta(result: Result) -> dict[str, Any]:
 
 def layout(result: Result) -> tuple[dict[str, int | float], dict[str, Array]]:
     """The bundle's fields and tensors."""
-    fields = result.recipe.model.fields() | {"eos_id": result.eos}
+    fields = _fields(result.recipe) | {"eos_id": result.eos}
     tensors = dict(result.tensors)
     text = json.dumps(meta(result), sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
     tensors["meta.json"] = np.frombuffer(text.encode(), np.uint8)
@@ -140,11 +145,12 @@ def layout(result: Result) -> tuple[dict[str, int | float], dict[str, Array]]:
         tensors[at + "tokens"] = np.array(golden.tokens, np.int32)
         tensors[at + "logits"] = golden.logits
         for name in golden.noise:
-            if name != "logits":
+            if name not in ("logits", "draft"):
                 kind = "cache." if ".mla." in name else "taps."
                 tensors[at + kind + name.replace(".mla.", ".")] = golden.taps[name]
         for drafter, rounds in golden.rounds.items():
-            tensors[f"draft.{precision}.{drafter}"] = golden.drafts[drafter]
+            drafted = f"{at}{DFLASH}.logits" if drafter == DFLASH else f"draft.{precision}.{drafter}"
+            tensors[drafted] = golden.drafts[drafter]
             trees = [tree for tree, _ in rounds]
             tensors[f"{at}{drafter}.size"] = np.array([tree.size for tree in trees], np.int32)
             tensors[f"{at}{drafter}.tokens"] = _padded([tree.tokens for tree in trees], run.budget + 1)

@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from refs.ddtree import Tree, accept
-from refs.decode import Request, plan
-from refs.drafters import DRAFTERS
+from refs.ddtree import Tree, accept, build
+from refs.decode import Request, drafted, plan, recorded
+from refs.dflash import Drafter
+from refs.drafters import DFLASH, DRAFTERS
 from refs.elementary import F
 from refs.exact import SUMMATIONS, Draws, sigmoid
 from refs.model import Model
@@ -43,7 +44,8 @@ class Golden:
     """[T+1, V] float64."""
     taps: Mapping[str, F]
     """Every tap of `Model.taps` with operations, [n+T, width] float64."""
-    drafts: Mapping[str, npt.NDArray[np.float32]]
+    drafts: Mapping[str, npt.NDArray[Any]]
+    """Recorded drafters: the table, [rows, V] float32; ``dflash``: every round's logits, [rounds, L, V] float64."""
     rounds: Mapping[str, tuple[tuple[Tree, tuple[int, ...]], ...]]
     noise: Mapping[str, float]
     margins: Mapping[str, float]
@@ -81,7 +83,8 @@ def compute(
     tokens = unstopped[: unstopped.index(eos) + 1] if eos in unstopped else unstopped
     taps = models["exact"].taps([*prompt, *tokens], operations=True)
     logits = taps["logits"][len(prompt) - 1 :]
-    noise, router_noise = _noise(models, taps, [*prompt, *tokens])
+    rough = {order: models[order].taps([*prompt, *tokens], operations=True) for order in SUMMATIONS}
+    noise, router_noise = _noise(rough, taps)
     margins, ties = _margins(recipe, models["exact"], taps, logits, len(prompt))
     reach = 2 * MULTIPLE  # both sides of a decision may be off by the tolerance
     temper = run.temperature or 1.0
@@ -94,8 +97,13 @@ def compute(
     for name, count in ties.items():
         if count and not recipe.exact_ties:
             raise Rejected(f"{precision}: {count} exact ties of {name}")
-    drafts = _draft_tables(recipe, unstopped, precision, attempt)
+    drafts: dict[str, npt.NDArray[Any]] = dict(_draft_tables(recipe, unstopped, precision, attempt))
     rounds = {name: _replay(recipe, table, prompt, tokens, unstopped, eos) for name, table in drafts.items()}
+    if DFLASH in run.drafters:
+        rounds[DFLASH], drafts[DFLASH] = _dflash(recipe, models["exact"], taps, prompt, tokens, unstopped, eos)
+        noise["draft"] = _draft_noise(models, rough, prompt, tokens, rounds[DFLASH], drafts[DFLASH])
+        for i, logits_of_draft in enumerate(drafts[DFLASH]):
+            _check_order(logits_of_draft, run.budget, MULTIPLE * noise["draft"], f"{precision}: dflash, round {i}")
     return Golden(prompt, unstopped, tokens, logits, taps, drafts, rounds, noise, margins, ties)
 
 
@@ -105,13 +113,12 @@ def is_stored(tap: str) -> bool:
     return cached or tap in ("embed", "logits") or (tap.endswith(".out") and ".mla." not in tap)
 
 
-def _noise(models: Mapping[str, Model], taps: Mapping[str, F], rows: list[int]) -> tuple[dict[str, float], float]:
+def _noise(rough: Mapping[str, Mapping[str, F]], taps: Mapping[str, F]) -> tuple[dict[str, float], float]:
     """Per stored tap, and for the routers' biased scores, the greatest error of float32 in the worse order."""
     noise: dict[str, float] = {}
     router = 0.0
-    for order in SUMMATIONS:
-        model = models[order]
-        for name, value in model.taps(rows, operations=True).items():
+    for found in rough.values():
+        for name, value in found.items():
             if name.endswith("moe.ids") and not np.array_equal(value, taps[name]):
                 raise Rejected(f"float32 chooses other experts at {name}")
             error = np.abs(value.astype(np.float64) - taps[name])
@@ -158,6 +165,7 @@ def _draft_tables(
             drafted, recipe.model.vocab_size, Draws(recipe.name, attempt, "draft", precision, name), run.draft_step
         )
         for name in run.drafters
+        if name != DFLASH
     }
 
 
@@ -174,14 +182,96 @@ def _replay(
     That the model says the same of the trees is tested (tests/refs/test_decode.py), not recomputed for every bundle.
     """
     run = recipe.run
-    request = Request(prompt, run.max_tokens, table, len(prompt) + 1, run.block_size, run.budget)
+    request = Request(prompt, run.max_tokens, table, len(prompt) + 1, block_size=run.block_size, budget=run.budget)
     out: list[tuple[Tree, tuple[int, ...]]] = []
     committed = 0
     while committed < len(tokens):
-        tree = plan(request, tokens[committed], committed, eos)
-        following = [*unstopped[committed + 1 :], -1]
-        # Off the path a row's choice is never asked for, so the one of its depth may stand in.
-        path = accept(tree, [following[min(d, len(following) - 1)] for d in tree.depths], eos)
+        tree = plan(request, recorded(request, committed), tokens[committed], eos)
+        path = accept(tree, _choices(tree, unstopped, committed), eos)
         out.append((tree, path))
         committed += len(path)
     return tuple(out)
+
+
+def _choices(tree: Tree, unstopped: tuple[int, ...], committed: int) -> list[int]:
+    """Per row what AR chose at its depth. Off the path a row's choice is never asked for, so this may stand in."""
+    following = [*unstopped[committed + 1 :], -1]
+    return [following[min(d, len(following) - 1)] for d in tree.depths]
+
+
+def _features(drafter: Drafter, taps: Mapping[str, F]) -> F:
+    return np.concatenate([taps[f"layers.{layer}.out"] for layer in drafter.config.taps], axis=1)
+
+
+def _drafter(model: Model) -> Drafter:
+    if model.drafter is None:
+        raise Rejected("the model has no drafter")
+    model.drafter.reset()
+    return model.drafter
+
+
+def _dflash(
+    recipe: Recipe,
+    model: Model,
+    taps: Mapping[str, F],
+    prompt: tuple[int, ...],
+    tokens: tuple[int, ...],
+    unstopped: tuple[int, ...],
+    eos: int,
+) -> tuple[tuple[tuple[Tree, tuple[int, ...]], ...], F]:
+    """As `_replay` with the model's own drafter, whose context comes from AR's taps; and each round's logits."""
+    run, drafter = recipe.run, _drafter(model)
+    features = _features(drafter, taps)
+    request = Request(prompt, run.max_tokens, dflash=True, block_size=run.block_size, budget=run.budget)
+    depths = min(run.block_size, drafter.config.block_size) - 1
+    out: list[tuple[Tree, tuple[int, ...]]] = []
+    every: list[F] = []
+    committed = 0
+    while committed < len(tokens):
+        drafter.extend(features[drafter.length : len(prompt) + committed])
+        every.append(drafter.draft(tokens[committed])[:depths])
+        tree = plan(request, drafted(request, every[-1], committed), tokens[committed], eos)
+        path = accept(tree, _choices(tree, unstopped, committed), eos)
+        out.append((tree, path))
+        committed += len(path)
+    return tuple(out), np.stack(every)
+
+
+def _draft_noise(
+    models: Mapping[str, Model],
+    rough: Mapping[str, Mapping[str, F]],
+    prompt: tuple[int, ...],
+    tokens: tuple[int, ...],
+    rounds: tuple[tuple[Tree, tuple[int, ...]], ...],
+    exact: F,
+) -> float:
+    """The greatest error of a float32 drafter over float32 taps, in the worse order."""
+    worst = 0.0
+    for order, taps in rough.items():
+        drafter = _drafter(models[order])
+        features = _features(drafter, taps)
+        committed = 0
+        for (_, path), want in zip(rounds, exact, strict=True):
+            drafter.extend(features[drafter.length : len(prompt) + committed])
+            got = drafter.draft(tokens[committed])[: len(want)].astype(np.float64)
+            worst = max(worst, float(np.abs(got - want).max(initial=0.0)))
+            committed += len(path)
+    return worst
+
+
+def _check_order(logits: F, budget: int, tolerance: float, where: str) -> None:
+    """`Rejected` unless the tree stays the same when every logit moves by ``tolerance``.
+
+    Two nodes' scores differ by the logits of the rows that are not common to their paths, and by the log-sum-exp of
+    every depth that only one of them reaches; each may be off by the tolerance. Nodes that did not join are compared
+    too, as far as they could have come.
+    """
+    tree = build(0, logits.astype(np.float32), 2 * budget + 8 if budget else 0)
+    paths: list[frozenset[int]] = [frozenset()]
+    for row in range(1, tree.size):
+        paths.append(paths[tree.parents[row]] | {row})
+    for a in range(1, min(budget + 1, tree.size)):
+        for b in range(a + 1, tree.size):
+            apart = len(paths[a] ^ paths[b]) + abs(tree.depths[a] - tree.depths[b])
+            if not tree.scores[a] - tree.scores[b] > apart * tolerance:
+                raise Rejected(f"{where}: tree order margin {tree.scores[a] - tree.scores[b]:.2e} between two nodes")

@@ -18,8 +18,10 @@ import numpy.typing as npt
 from refs import kdtr
 from refs.attention import CHUNK, Index, attend
 from refs.config import PRECISIONS, ModelConfig
+from refs.dflash import Drafter
+from refs.drafter_config import of_file, split
 from refs.elementary import F
-from refs.errors import ContextOverflow, NonFiniteError, RequestError, TokenError
+from refs.errors import ContextOverflow, DrafterError, NonFiniteError, RequestError, TokenError
 from refs.exact import SUMMATIONS, contract, matmul, matmul_chosen, silu, sum_last
 from refs.rope import cos_sin, rotate, softmax_scale
 from refs.router import route
@@ -27,7 +29,7 @@ from refs.weights import Weights
 
 
 class Model:
-    """A model with its cache. ``length`` rows are committed, at positions 0 .. length-1.
+    """A model with its cache, and its drafter if the file holds one. ``length`` rows are committed, at 0 .. length-1.
 
     ``dtype`` is the type of all arithmetic and of all results; ``summation`` names an order of `refs.exact`;
     ``absorbed`` chooses between the two forms of MLA, which agree but for rounding.
@@ -47,7 +49,8 @@ class Model:
     ) -> None:
         if precision not in PRECISIONS:
             raise RequestError(f"precision {precision!r} is none of {', '.join(PRECISIONS)}")
-        self.config = ModelConfig.of(fields, file)
+        own, draft = split(fields)
+        self.config = ModelConfig.of(own, file)
         self.context = self.config.max_context if context is None else context
         if not 1 <= self.context <= self.config.max_context:
             raise RequestError(f"context {self.context} is not in 1..{self.config.max_context}")
@@ -60,6 +63,11 @@ class Model:
         self._latent = [np.zeros((0, self.config.kv_lora_rank), self.dtype) for _ in range(self.config.num_layers)]
         self._k_rope = [np.zeros((0, self.config.qk_rope_head_dim), self.dtype) for _ in range(self.config.num_layers)]
         self._tap: dict[str, F] | None = None
+        self.drafter: Drafter | None = None
+        if draft:
+            config = of_file(draft, tensors, self.config, file)
+            embed, head = self._w["embed"], self._w["lm_head"]
+            self.drafter = Drafter(config, self.config, tensors, embed, head, self._sum, file)
         self.reset()
 
     @classmethod
@@ -74,6 +82,10 @@ class Model:
         """Forget all rows."""
         self.length = 0
         self._pending: tuple[int, ...] = ()  # parents of the last verify's rows
+        self._tapped: list[F] = []  # of the last verify's rows: the drafter's layers
+        self._undrafted: list[F] = []  # features of committed rows that the drafter has not been given yet
+        if self.drafter:
+            self.drafter.reset()
 
     def prefill(self, tokens: Sequence[int]) -> F:
         """Commit ``tokens`` after what is there; logits [n, V] of each."""
@@ -119,6 +131,20 @@ class Model:
             cache[target] = cache[source]
         self.length += len(rows)
         self._pending = ()
+        if self.drafter:
+            self._undrafted.append(np.concatenate(self._tapped, axis=1)[rows])
+
+    def draft(self, bonus: int) -> F:
+        """The drafter's logits [L, V] for the positions after ``bonus``, which follows the committed rows."""
+        if self.drafter is None:
+            raise DrafterError("the model has no drafter of its own")
+        if self._undrafted:
+            self.drafter.extend(np.concatenate(self._undrafted))
+            self._undrafted = []
+        logits = self.drafter.draft(bonus)
+        if not np.isfinite(logits).all():
+            raise DrafterError("a draft logit is NaN or infinite")
+        return logits
 
     def cache(self, layer: int) -> tuple[F, F]:
         """Committed cache rows of a layer: latent [length, R], rotated k_rope [length, P]."""
@@ -195,6 +221,7 @@ class Model:
             self._rope = cos_sin(c, count).astype(self.dtype)
         x: F = self._w["embed"][tokens]
         self._note("embed", x)
+        self._tapped = []
         for layer in range(c.num_layers):
             at = f"layers.{layer}."
             a = self._rms(x, at + "attn_norm", c.rms_norm_eps)
@@ -208,6 +235,8 @@ class Model:
             else:
                 x = x + self._experts(b, layer)
             self._note(at + "out", x)
+            if self.drafter and layer in self.drafter.config.taps:
+                self._tapped.append(x)
         logits = self._linear(self._rms(x, "final_norm", c.rms_norm_eps), "lm_head")
         if not np.isfinite(logits).all():
             raise NonFiniteError("a logit is NaN or infinite")

@@ -14,10 +14,11 @@ import yaml
 
 from refs import checkpoint
 from refs.config import ModelConfig
-from refs.drafters import DRAFTERS
+from refs.drafter_config import DrafterConfig
+from refs.drafters import DFLASH, DRAFTERS
 from refs.edges import EDGES
 from refs.errors import ConfigError
-from refs.rope import ramp_edges
+from refs.rope import ramp_edges, rotation
 
 CONFIGS = Path(__file__).parent / "configs"
 EOS_RULES = ("none", "first", "mid_path")
@@ -75,6 +76,8 @@ class Recipe:
     name: str
     purpose: str
     model: ModelConfig
+    drafter: DrafterConfig | None
+    """Its weights are drawn, or the checkpoint's; it drafts where ``run.drafters`` names dflash."""
     weights: WeightOptions
     run: RunOptions
     exact_ties: bool
@@ -97,7 +100,9 @@ def load(name: str, folder: Path = CONFIGS) -> Recipe:
         below = _read(base)
         if "base" in below:
             raise ConfigError(f"{path}: base: {base.name} has a base itself")
-        for section in ("model", "weights", "run"):
+        for section in ("model", "drafter", "weights", "run"):
+            if section == "drafter" and section not in {*raw, *below}:
+                continue
             if not isinstance(raw.get(section, {}), dict):
                 raise ConfigError(f"{path}: {section}: {raw[section]!r} is not a mapping")
             raw[section] = {**below.get(section, {}), **raw.get(section, {})}
@@ -114,16 +119,19 @@ def load(name: str, folder: Path = CONFIGS) -> Recipe:
     if not isinstance(exact_ties, bool):
         raise ConfigError(f"{path}: exact_ties: {exact_ties!r} is neither true nor false")
     model = ModelConfig.of(_section(raw, "model", path), f"{path}: model")
+    drafter = _drafter(_section(raw, "drafter", path), model, f"{path}: drafter") if "drafter" in raw else None
     run = _parse(RunOptions, _section(raw, "run", path), f"{path}: run")
     weights = _parse(WeightOptions, _section(raw, "weights", path), f"{path}: weights")
     edges = _texts(raw.get("edges", []), EDGES, f"{path}: edges")
     _check_run(run, model, f"{path}: run")
+    if (DFLASH in run.drafters) != (drafter is not None):
+        raise ConfigError(f"{path}: run: drafters: {DFLASH} is named if and only if there is a section drafter")
     if weights.checkpoint and weights != WeightOptions(checkpoint=weights.checkpoint):
         raise ConfigError(f"{path}: weights: checkpoint: trained weights are not drawn; give no other option")
     if weights.checkpoint and not all(file.is_file() for file in checkpoint.files(weights.checkpoint)):
         raise ConfigError(f"{path}: weights: checkpoint: {weights.checkpoint!r}: refs/ has no such folder of weights")
     _check_ramp(model, f"{path}: model")
-    return Recipe(name, " ".join(raw["purpose"].split()), model, weights, run, exact_ties, edges)
+    return Recipe(name, " ".join(raw["purpose"].split()), model, drafter, weights, run, exact_ties, edges)
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -147,6 +155,14 @@ def _section(raw: dict[str, Any], name: str, path: Path) -> dict[str, Any]:
     return value
 
 
+def _drafter(raw: dict[str, Any], model: ModelConfig, where: str) -> DrafterConfig:
+    """The fields without their prefix, and ``taps``."""
+    taps = raw.pop("taps", None)
+    if not isinstance(taps, list) or any(type(layer) is not int for layer in taps):
+        raise ConfigError(f"{where}: taps: {taps!r} is not a list of layers")
+    return DrafterConfig.of(raw, taps, model, where)
+
+
 def _texts(value: Any, allowed: Any, where: str) -> tuple[str, ...]:
     if not isinstance(value, list) or len(set(map(str, value))) != len(value):
         raise ConfigError(f"{where}: {value!r} is not a list of different names")
@@ -165,7 +181,7 @@ def _parse(cls: type[Section], raw: dict[str, Any], where: str) -> Section:
             raise ConfigError(f"{where}: {name}: unknown field; known are {', '.join(sorted(fields))}")
         kind = str(fields[name].type)
         if name == "drafters":
-            found[name] = _texts(value, DRAFTERS, f"{where}: {name}")
+            found[name] = _texts(value, (*DRAFTERS, DFLASH), f"{where}: {name}")
         elif name == "prompt":
             if not isinstance(value, list) or any(type(token) is not int for token in value):
                 raise ConfigError(f"{where}: {name}: {value!r} is not a list of integers")
@@ -183,7 +199,7 @@ def _parse(cls: type[Section], raw: dict[str, Any], where: str) -> Section:
 def _check_ramp(model: ModelConfig, where: str) -> None:
     """YaRN rounds two numbers to whole ones; a config in which the last bit of a logarithm decides is of no use."""
     if model.rope_factor > 1:
-        for name, edge in zip(("rope_beta_fast", "rope_beta_slow"), ramp_edges(model), strict=True):
+        for name, edge in zip(("rope_beta_fast", "rope_beta_slow"), ramp_edges(rotation(model)), strict=True):
             if abs(edge - round(edge)) < 1e-9:
                 raise ConfigError(f"{where}: {name}: gives a ramp edge of {edge!r}, too near a whole number")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -10,6 +11,21 @@ from refs.config import ModelConfig
 from refs.elementary import F64, F, cos, power, scalar_log, sin
 
 PI = 3.141592653589793
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """What turns the pairs of a head's ``dim`` rotary dimensions; ``factor`` 1 is plain RoPE."""
+
+    dim: int
+    theta: float
+    factor: float
+    original: int
+    """Positions of the context that YaRN stretches."""
+    beta_fast: float
+    beta_slow: float
+    amplitude: float
+    """That cos and sin are multiplied by."""
 
 
 def mscale(config: ModelConfig, s: float) -> float:
@@ -23,38 +39,60 @@ def softmax_scale(config: ModelConfig) -> float:
     return m * m / math.sqrt(config.qk_nope_head_dim + config.qk_rope_head_dim)
 
 
-def ramp_edges(config: ModelConfig) -> tuple[float, float]:
+def rotation(config: ModelConfig) -> Rotation:
+    """The target model's."""
+    return Rotation(
+        config.qk_rope_head_dim,
+        config.rope_theta,
+        config.rope_factor,
+        config.rope_original_context,
+        config.rope_beta_fast,
+        config.rope_beta_slow,
+        mscale(config, config.rope_mscale) / mscale(config, config.rope_mscale_all_dim),
+    )
+
+
+def ramp_edges(r: Rotation) -> tuple[float, float]:
     """dim(beta_fast) and dim(beta_slow), in dimensions of the rope part, before they are rounded to whole ones."""
 
-    def dim(r: float) -> float:
-        turns = config.rope_original_context / (2 * PI * r)
-        return config.qk_rope_head_dim * scalar_log(turns) / (2 * scalar_log(config.rope_theta))
+    def dim(beta: float) -> float:
+        turns = r.original / (2 * PI * beta)
+        return r.dim * scalar_log(turns) / (2 * scalar_log(r.theta))
 
-    return dim(config.rope_beta_fast), dim(config.rope_beta_slow)
+    return dim(r.beta_fast), dim(r.beta_slow)
 
 
-def inv_freq(config: ModelConfig) -> F64:
-    """Radians per position of each pair, [P/2]."""
-    d, theta = config.qk_rope_head_dim, config.rope_theta
+def frequencies(r: Rotation) -> F64:
+    """Radians per position of each pair, [dim/2]."""
+    d = r.dim
     i = np.arange(d // 2).astype(np.float64)
-    extra: F64 = np.float64(1) / power(np.full(d // 2, theta), 2.0 * i / d).astype(np.float64)
-    if config.rope_factor == 1:
+    extra: F64 = np.float64(1) / power(np.full(d // 2, r.theta), 2.0 * i / d).astype(np.float64)
+    if r.factor == 1:
         return extra
 
-    low_edge, high_edge = ramp_edges(config)
+    low_edge, high_edge = ramp_edges(r)
     low = max(math.floor(low_edge), 0)
     high: float = min(math.ceil(high_edge), d - 1)
     if high == low:
         high += 0.001
     ramp = np.minimum(np.maximum((i - low) / (high - low), 0.0), 1.0)
-    return extra / config.rope_factor * ramp + extra * (1.0 - ramp)
+    return extra / r.factor * ramp + extra * (1.0 - ramp)
+
+
+def inv_freq(config: ModelConfig) -> F64:
+    """Radians per position of each pair of the target model, [P/2]."""
+    return frequencies(rotation(config))
+
+
+def table(r: Rotation, positions: int) -> F64:
+    """[positions, dim/2, 2]: cosine and sine, with the amplitude."""
+    angles = np.arange(positions).astype(np.float64)[:, None] * frequencies(r)
+    return np.stack([cos(angles), sin(angles)], axis=-1).astype(np.float64) * r.amplitude
 
 
 def cos_sin(config: ModelConfig, positions: int) -> F64:
-    """[positions, P/2, 2]: cosine and sine, with YaRN's amplitude."""
-    angles = np.arange(positions).astype(np.float64)[:, None] * inv_freq(config)
-    amplitude = mscale(config, config.rope_mscale) / mscale(config, config.rope_mscale_all_dim)
-    return np.stack([cos(angles), sin(angles)], axis=-1).astype(np.float64) * amplitude
+    """`table` of the target model, [positions, P/2, 2]."""
+    return table(rotation(config), positions)
 
 
 def rotate(x: F, table: F) -> F:

@@ -59,6 +59,10 @@ class CpuBackend final : public Backend {
   void kv_commit(const KvCommitArgs&) override;
   void record(const RecordArgs&) override;
   void record_tree(const RecordTreeArgs&) override;
+  void gather_rows(const GatherArgs&) override;
+  void draft_block(const DraftBlockArgs&) override;
+  void draft_prepare(const DraftPrepareArgs&) override;
+  void draft_attention(const DraftAttentionArgs&) override;
 
  private:
   struct Block {

@@ -174,6 +174,20 @@ int depth_limit(const TreeBuildArgs& a) {
   return std::max(0, std::min({a.block_size - 1, s.draft_rows - first, s.limit - s.committed - 1}));
 }
 
+// The first rows of a best-first tree, as many as make expected accepted rows over cost greatest.
+int rows_worth_their_cost(const double* scores, int n, const double* costs) {
+  double expected = 1.0, best = 1.0 / costs[0];
+  int kept = 1;
+  for (int row = 1; row < n; ++row) {
+    expected += static_cast<double>(exp32_or_zero(static_cast<float>(scores[row])));
+    if (expected / costs[row] > best) {
+      best = expected / costs[row];
+      kept = row + 1;
+    }
+  }
+  return kept;
+}
+
 }  // namespace
 
 void CpuBackend::tree_root(const Rows& rows, StepState* state) {
@@ -190,7 +204,7 @@ void CpuBackend::tree_build(const TreeBuildArgs& a) {
   count("tree_build");
   set_root(a.rows, s);
   a.scores[0] = 0.0;
-  const int top = std::min(a.budget, a.vocab), depths = depth_limit(a), stride = std::max(0, a.block_size - 1);
+  const int top = std::min(a.chain ? 1 : a.budget, a.vocab), depths = depth_limit(a), stride = std::max(0, a.block_size - 1);
   if (depths == 0) return;
   TreePlan plan{};
   plan.lay_out(static_cast<char*>(a.scratch), top, stride, a.budget);
@@ -245,6 +259,7 @@ void CpuBackend::tree_build(const TreeBuildArgs& a) {
     push(c.parent, c.rank + 1);
     push(row, 0);
   }
+  if (a.costs != nullptr) s->n_rows = rows_worth_their_cost(a.scores, s->n_rows, a.costs);
 }
 
 void CpuBackend::accept(const AcceptArgs& a) {

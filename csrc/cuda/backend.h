@@ -66,6 +66,10 @@ class CudaBackend final : public Backend {
   void kv_commit(const KvCommitArgs& a) override;
   void record(const RecordArgs& a) override;
   void record_tree(const RecordTreeArgs& a) override;
+  void gather_rows(const GatherArgs& a) override;
+  void draft_block(const DraftBlockArgs& a) override;
+  void draft_prepare(const DraftPrepareArgs& a) override;
+  void draft_attention(const DraftAttentionArgs& a) override;
 
  private:
   struct Allocation {

@@ -155,6 +155,18 @@ __device__ int grow(const TreePlan& plan, Growth& g, int depths, int rows) {
   return n;
 }
 
+// The first rows of a best-first tree, as many as make expected accepted rows over cost greatest. Thread 0 alone.
+__device__ int rows_worth_their_cost(const double* scores, int n, const double* costs) {
+  double expected = 1.0, best = 1.0 / costs[0];
+  int kept = 1;
+  for (int row = 1; row < n; ++row) {
+    expected = __dadd_rn(expected, static_cast<double>(exp32(__double2float_rn(scores[row]))));
+    const double rate = expected / costs[row];
+    if (rate > best) best = rate, kept = row + 1;
+  }
+  return kept;
+}
+
 __global__ __launch_bounds__(kTreeThreads, 1) void grow_kernel(TreeBuildArgs a, TreePlan plan) {
   extern __shared__ __align__(16) char shared[];
   __shared__ int depths, n_rows;
@@ -176,6 +188,7 @@ __global__ __launch_bounds__(kTreeThreads, 1) void grow_kernel(TreeBuildArgs a, 
     const bool broken = worst != INT32_MAX;
     if (broken) record_fault(a.state, kFaultDraftNonFinite, 0, worst + 1);
     n_rows = grow(plan, g, broken ? 0 : depths, min(a.budget + 1, a.rows.max_rows));
+    if (a.costs != nullptr) n_rows = rows_worth_their_cost(g.score, n_rows, a.costs);
     a.state->n_rows = n_rows;
   }
   __syncthreads();
@@ -200,6 +213,7 @@ size_t CudaBackend::tree_scratch(int vocab, int block_size, int budget) const {
 void CudaBackend::tree_build(const TreeBuildArgs& a) {
   TreePlan plan{};
   lay_out(plan, static_cast<char*>(a.scratch), a.vocab, a.block_size, a.budget);
+  if (a.chain) plan.best = plan.best < 1 ? plan.best : 1;
   if (plan.best > kTreeMaxBest) {
     throw Error("RequestError", name_ + ": budget " + std::to_string(a.budget) + " is above the " +
                                     std::to_string(kTreeMaxBest) + " that tree_build is built for");

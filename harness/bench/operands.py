@@ -223,7 +223,10 @@ class Bench:
         draft = self.uniform(c.depths, c.N)
         scores = self.torch.zeros(c.M, dtype=self.torch.float64, device=self.device)
         state = self._state(c, draft_first=1, draft_rows=c.depths)
-        return [draft, c.depths + 1, c.budget, -1, self._rows(c, c.depths + 1), scores, state], work.of(c).bytes
+        costs = self.torch.zeros(0, dtype=self.torch.float64)
+        return [draft, c.depths + 1, c.budget, -1, False, costs, self._rows(c, c.depths + 1), scores, state], work.of(
+            c
+        ).bytes
 
     def _accept(self, c: Case, copy: int) -> tuple[list[Any], int]:
         """The walk goes down the tree's first children: a row's choice is its first child's token."""

@@ -20,6 +20,7 @@ from harness.golden import Golden
 from harness.matrix import PRECISIONS
 from harness.protocol import Decoded, DecodeRequest, Engine, Session
 from refs.config import ModelConfig
+from refs.drafter_config import split
 from refs.kdtr import read
 
 Say = Callable[[str], None]
@@ -154,7 +155,7 @@ def run(
     found: list[Step] = []
     for config, precision in dict.fromkeys((p.config, p.precision) for p in chosen):
         path, mine = files[config], [p for p in chosen if (p.config, p.precision) == (config, precision)]
-        model = ModelConfig.of(read(path).fields, str(path))
+        model = ModelConfig.of(split(read(path).fields)[0], str(path))
         widths = tuple(p.M for p in mine if p.M > 1)
         given = k26.requests(model, widths, BLOCK) if config == K26 else recorded(path, precision, drafter, widths)
         say(f"{config}: loading in {precision}")

@@ -141,20 +141,21 @@ def test_tree(cuda: Operations, cpu: Operations, style: str, vocab: int, block: 
     rng = np.random.default_rng(vocab + block)
     draft = _draft(rng, block - 1, vocab, style)
     rows = budget + 1
+    chain, costs = vocab == 5000, 1 + np.arange(rows) / 50 if block == 5 else np.zeros(0)
 
     def make() -> list[Any]:
         tree = [np.full(rows, SENTINEL) for _ in range(3)] + [np.full((rows, max(block, 2)), SENTINEL)]
         step = state(kv_len=20, bonus=3, limit=1000, draft_first=21, draft_rows=block - 1)
-        return [draft, block, budget, -1, tree, np.zeros(rows), step]
+        return [draft, block, budget, -1, chain, costs, tree, np.zeros(rows), step]
 
-    want, got = _both(cuda, cpu, "tree_build", make, equal=(5, 6))
-    n = read(want[6])["n_rows"]
+    want, got = _both(cuda, cpu, "tree_build", make, equal=(7, 8))
+    n = read(want[8])["n_rows"]
     assert n > 1 or style == "sparse"
-    for a, b in zip(want[4][:3], got[4][:3], strict=True):
+    for a, b in zip(want[6][:3], got[6][:3], strict=True):
         assert same_bits(a[:n], b[:n])
     for row in range(n):
-        depth = want[4][2][row]
-        assert same_bits(want[4][3][row, : depth + 1], got[4][3][row, : depth + 1])
+        depth = want[6][2][row]
+        assert same_bits(want[6][3][row, : depth + 1], got[6][3][row, : depth + 1])
 
 
 LIMITS: list[dict[str, int]] = [
@@ -178,11 +179,11 @@ def test_tree_limits(cuda: Operations, cpu: Operations, change: dict[str, int]) 
     def make() -> list[Any]:
         tree = [np.full(9, SENTINEL) for _ in range(3)] + [np.full((9, 9), SENTINEL)]
         step = {"kv_len": 20, "bonus": 3, "limit": 1000, "draft_first": 21, "draft_rows": 7, **change}
-        return [draft, 8, 8, 5, tree, np.zeros(9), state(**step)]
+        return [draft, 8, 8, 5, False, np.zeros(0), tree, np.zeros(9), state(**step)]
 
-    want, got = _both(cuda, cpu, "tree_build", make, equal=(6,))
-    n = read(want[6])["n_rows"]
-    assert all(same_bits(a[:n], b[:n]) for a, b in zip(want[4][:3], got[4][:3], strict=True))
+    want, got = _both(cuda, cpu, "tree_build", make, equal=(8,))
+    n = read(want[8])["n_rows"]
+    assert all(same_bits(a[:n], b[:n]) for a, b in zip(want[6][:3], got[6][:3], strict=True))
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
@@ -195,10 +196,10 @@ def test_tree_fault(cuda: Operations, cpu: Operations, value: float, vocab: int)
     step = state(kv_len=20, bonus=3, limit=1000, draft_first=21, draft_rows=7)
 
     def make() -> list[Any]:
-        return [draft, 8, 8, -1, [r.copy() for r in rows], np.zeros(9), step.copy()]
+        return [draft, 8, 8, -1, False, np.zeros(0), [r.copy() for r in rows], np.zeros(9), step.copy()]
 
-    want, _ = _both(cuda, cpu, "tree_build", make, equal=(6,))
-    assert read(want[6])["error_detail"] == 4
+    want, _ = _both(cuda, cpu, "tree_build", make, equal=(8,))
+    assert read(want[8])["error_detail"] == 4
 
 
 @pytest.mark.parametrize("seed", range(30))

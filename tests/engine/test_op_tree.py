@@ -75,7 +75,16 @@ class Built:
     """What tree_build wrote."""
 
     def __init__(
-        self, ops: Ops, draft: F32, budget: int, *, block: int | None = None, max_rows: int | None = None, **state: int
+        self,
+        ops: Ops,
+        draft: F32,
+        budget: int,
+        *,
+        block: int | None = None,
+        max_rows: int | None = None,
+        chain: bool = False,
+        costs: Sequence[float] = (),
+        **state: int,
     ) -> None:
         block = block or len(draft) + 1
         size = max_rows or budget + 1
@@ -85,7 +94,8 @@ class Built:
         rows = [ops.empty(size, dtype=np.int32) for _ in range(3)] + [ops.empty(size, stride, dtype=np.int32)]
         scores, on_device = ops.empty(size, dtype=np.float64), ops.state(0, **fields)
         table = draft if len(draft) else np.zeros((1, draft.shape[1]), F)
-        ops.call("tree_build", ops.tensor(table), block, budget, eos, rows, scores, on_device)
+        price = ops.tensor(np.array(costs, np.float64))
+        ops.call("tree_build", ops.tensor(table), block, budget, eos, chain, price, rows, scores, on_device)
         self.state = ops.fields(on_device)
         n = self.n = self.state["n_rows"]
         self.tokens, self.parents, self.depths, self.path = (t.cpu().numpy()[:n] for t in rows)
@@ -134,6 +144,31 @@ def check(built: Built, draft: F32, budget: int) -> None:
 def test_build(ops: Ops, vocab: int, depths: int, budget: int, seed: int) -> None:
     draft = draw(np.random.default_rng(seed), depths, vocab) * 2
     check(Built(ops, draft, budget), draft, budget)
+
+
+@pytest.mark.parametrize("vocab", [7, 9000])
+def test_chain(ops: Ops, vocab: int) -> None:
+    """The best token of each depth, one below the other, as many as the budget lets be."""
+    draft = draw(np.random.default_rng(1), 6, vocab)
+    for budget in (1, 4, 6, 30):
+        built = Built(ops, draft, budget, chain=True)
+        assert built.tokens.tolist() == [3, *draft.argmax(1)[:budget].tolist()]
+        assert built.parents.tolist() == list(range(-1, min(budget, 6)))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_tree_is_cut_where_tokens_over_cost_are_greatest(ops: Ops, seed: int) -> None:
+    """Against every size tried in turn, with probabilities by numpy's exp; ties are far away here."""
+    rng = np.random.default_rng(seed)
+    draft = draw(rng, 4, 30) * 3
+    whole = Built(ops, draft, 20)
+    expected = np.cumsum(np.exp(whole.scores))  # the root's score is 0: it is always accepted
+    for costs in (np.ones(21), 1 + 0.02 * np.arange(21), 1 + 0.5 * np.arange(21), np.sort(1 + rng.random(21))):
+        built = Built(ops, draft, 20, costs=costs.tolist())
+        assert built.n == 1 + int((expected / costs).argmax())
+        assert built.tokens.tolist() == whole.tokens[: built.n].tolist()
+    assert Built(ops, draft, 20, costs=[1.0] * 21).n == 21
+    assert Built(ops, draft, 20, costs=[1.0] + [1e9] * 20).n == 1
 
 
 @pytest.mark.parametrize("vocab", [1, 255, 256, 257, 4096, 4097, 9000])

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "../../csrc/config.h"
+#include "../../csrc/dflash.h"
 #include "../../csrc/kdtr.h"
 #include "../../csrc/model.h"
 
@@ -86,7 +87,8 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
       const auto weights = kdtree::load_weights(*backend, file, config, kind);
       if (weights.layers.size() != static_cast<size_t>(config.num_layers)) std::abort();
     }
-    kdtree::rope_table(config, 0, config.max_context < 4 ? config.max_context : 4);
+    if (const auto drafter = kdtree::read_drafter(file, config)) kdtree::load_drafter(*backend, file, config, *drafter);
+    kdtree::rope_table(config.rotation(), 0, config.max_context < 4 ? config.max_context : 4);
   } catch (const kdtree::Error& error) {
     if (!is_named(error.what())) std::abort();
   }

@@ -23,6 +23,8 @@ SOURCES = [
     "kdtr.cpp",
     "config.cpp",
     "weights.cpp",
+    "dflash.cpp",
+    "model.cpp",
     *(f"cpu/{p.name}" for p in sorted((ROOT / "csrc" / "cpu").glob("*.cpp"))),
 ]
 FLAGS = ["-std=c++17", "-O1", "-g", "-ffp-contract=off", "-fno-omit-frame-pointer", "-pthread"]
