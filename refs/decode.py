@@ -22,16 +22,16 @@ class Request:
     max_tokens: int
     draft: F32 | None = None
     first: int = 0
-    dflash: bool = False
-    """The model's own drafter drafts; ``draft`` and ``first`` then mean nothing."""
     block_size: int = 1
     budget: int = 0
+    temperature: float = 0.0
+    seed: int = 0
+    dflash: bool = False
+    """The model's own drafter drafts; ``draft`` and ``first`` then mean nothing."""
     chain: bool = False
     """Only the best token of each depth."""
     costs: Sequence[float] = ()
     """[budget + 1]: what a forward with so many nodes costs, by which trees are cut; empty: they are not."""
-    temperature: float = 0.0
-    seed: int = 0
 
     def check(self, model: Model) -> None:
         """`RequestError`, `DrafterError` or `ContextOverflow` unless ``model`` can serve it."""

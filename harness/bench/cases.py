@@ -36,6 +36,8 @@ class Case:
     nope: int = 0
     rope: int = 0
     v: int = 0
+    kv_heads: int = 0
+    """Of a drafter, whose heads' size is ``v``."""
     depths: int = 0
     """L, levels of a tree."""
     budget: int = 0
@@ -60,6 +62,8 @@ class _Sizes:
     heads: int
     mla: tuple[int, int, int, int]
     """rank, nope, rope, v."""
+    drafter: tuple[int, int, int]
+    """heads, heads of keys, head_dim."""
     experts: int
     top_k: int
     inner: int
@@ -75,7 +79,7 @@ class _Sizes:
 
 
 TINY = _Sizes(
-    hidden=64, linears=((64, 128),), heads=4, mla=(32, 16, 8, 16), experts=16, top_k=4, inner=32, shared=32,
+    hidden=64, linears=((64, 128),), heads=4, mla=(32, 16, 8, 16), drafter=(8, 4, 16), experts=16, top_k=4, inner=32, shared=32,
     kinds=("f32", "int4"), vocab=512, layers=6, contexts=(64,), widths=(1, 8), trees=((7, 7),),
 )  # fmt: skip
 
@@ -83,7 +87,7 @@ TINY = _Sizes(
 def _k26(device: str) -> _Sizes:
     gpu = device == "cuda"
     return _Sizes(
-        hidden=7168, linears=((7168, 4096), (2048, 7168)), heads=64, mla=(512, 128, 64, 128),
+        hidden=7168, linears=((7168, 4096), (2048, 7168)), heads=64, mla=(512, 128, 64, 128), drafter=(64, 8, 128),
         experts=384 if gpu else 32,  # 9.5 GB in INT4; 32 experts are 0.8 GB
         top_k=8, inner=2048, shared=2048, kinds=("int4",), vocab=163840, layers=61 if gpu else 8,
         contexts=(1024, 4096, 32768, 131072) if gpu else (1024, 4096),
@@ -94,6 +98,7 @@ def _k26(device: str) -> _Sizes:
 def _family(family: str, s: _Sizes) -> Iterable[Case]:
     rank, nope, rope, v = s.mla
     mla: Any = {"heads": s.heads, "rank": rank, "nope": nope, "rope": rope, "v": v}
+    draft: Any = dict(zip(("heads", "kv_heads", "v"), s.drafter, strict=True))
     moe: Any = {"experts": s.experts, "top_k": s.top_k}
     for m in s.widths:
         for kind in ("f32", "int4"):
@@ -103,6 +108,10 @@ def _family(family: str, s: _Sizes) -> Iterable[Case]:
             yield Case("moe", family, m, s.hidden, s.inner, kind=kind, shared=s.shared, **moe)
         for keys in s.contexts:
             yield Case("mla_attention", family, m, T=keys, **mla)
+            yield Case("draft_attention", family, m, T=keys, **draft)
+        yield Case("draft_prepare", family, m, T=s.contexts[0], **draft)
+        yield Case("draft_block", family, m)
+        yield Case("gather_rows", family, m, s.hidden)
         yield Case("mla_prepare", family, m, T=s.contexts[0], **mla)
         yield Case("mla_value", family, m, **mla)
         yield Case("router", family, m, **moe)

@@ -254,3 +254,26 @@ class Bench:
         state = self._state(c, rounds=1, n_accepted=c.M)
         log = self._ints(np.zeros((1, 2 + 3 * c.M)))
         return [log, self._rows(c), self._ints(np.arange(c.M)), state], work.of(c).bytes
+
+    def _gather_rows(self, c: Case, copy: int) -> tuple[list[Any], int]:
+        given = [self._zeros(c.M, c.K), 0, self.uniform(c.M, c.K), self._ints(np.arange(c.M)[::-1]), self._state(c)]
+        return given, work.of(c).bytes
+
+    def _draft_block(self, c: Case, copy: int) -> tuple[list[Any], int]:
+        return [self._ints(np.zeros(c.M)), 7, self._state(c)], work.of(c).bytes
+
+    def _draft_prepare(self, c: Case, copy: int) -> tuple[list[Any], int]:
+        q, k, v = (self.uniform(c.M, heads * c.v) for heads in (c.heads, c.kv_heads, c.kv_heads))
+        norms = [self.uniform(c.v), self.uniform(c.v)]
+        table = self._kept("angles", lambda: self.uniform(c.T + c.M, c.v // 2, 2))
+        given = [[c.heads, c.kv_heads, c.v], q, k, v, *norms, 1e-6, table, *self._kept("cache", lambda: self._keys(c))]
+        return [*given, self._state(c)], work.of(c).bytes
+
+    def _draft_attention(self, c: Case, copy: int) -> tuple[list[Any], int]:
+        q = self.uniform(c.M, c.heads * c.v)
+        given = [[c.heads, c.kv_heads, c.v], q, *self._keys(c), self._zeros(c.M, c.heads * c.v), self._state(c)]
+        return given, work.of(c).bytes
+
+    def _keys(self, c: Case) -> list[Any]:
+        """A drafter's cache of one layer."""
+        return [self.uniform(c.T + c.M, c.kv_heads * c.v) for _ in range(2)]

@@ -70,6 +70,13 @@ def of(case: Case, distinct: float | None = None) -> Work:
     if c.op == "moe":
         used = expected_distinct(c.experts, c.top_k, m) if distinct is None else distinct
         return moe(m, c.top_k, c.K, c.N, c.shared, used, c.kind)
+    if c.op == "draft_attention":  # every row against the context and the whole block
+        keys = c.T + m
+        return Work(F32 * (2 * keys * c.kv_heads + 2 * m * c.heads) * c.v, 4 * m * c.heads * keys * c.v)
+    if c.op == "draft_prepare":
+        return Work(2 * F32 * m * (c.heads + 2 * c.kv_heads) * c.v, 6 * m * (c.heads + c.kv_heads) * c.v)
+    if c.op == "gather_rows":
+        return Work(2 * F32 * m * c.K, 0)
     if c.op == "router":
         return Work(F32 * (m * c.experts + c.experts + 2 * m * c.top_k), 0)
     if c.op == "select":
@@ -84,7 +91,7 @@ def of(case: Case, distinct: float | None = None) -> Work:
         return Work(2 * F32 * ((m + 1) // 2) * c.layers * (c.rank + c.rope), 0)
     if c.op == "record":
         return Work(2 * F32 * m * c.N, 0)
-    return Work(F32 * 4 * m, 0)  # tree_root, accept, record_tree: a few integers a row
+    return Work(F32 * 4 * m, 0)  # tree_root, accept, record_tree, draft_block: a few integers a row
 
 
 def forward_bytes(model: ModelConfig, precision: str, rows: int, keys: int) -> int:

@@ -123,6 +123,24 @@ def test_router_chooses_the_best(bench: Bench) -> None:
     close(weights.sum(-1), np.full(8, 2.827))
 
 
+def test_draft_attention_over_context_and_block(bench: Bench) -> None:
+    case = one("tiny-draft_attention-t64-h8-m8")
+    (heads, groups, w), q, keys, values, out, _ = run(bench, case)
+    k, v = (np.repeat(x.reshape(72, groups, w), heads // groups, axis=1) for x in (keys, values))
+    score = np.einsum("mhw,thw->mht", q.reshape(8, heads, w), k) / np.sqrt(w)
+    p = np.exp(score - score.max(-1, keepdims=True))
+    close(out.reshape(8, heads, w), np.einsum("mht,thw->mhw", p / p.sum(-1, keepdims=True), v))
+
+
+def test_a_drafters_rows(bench: Bench) -> None:
+    out, _, src, index, _ = run(bench, one("tiny-gather_rows-k64-m8"))
+    assert np.array_equal(out, src[index])
+    tokens, mask, _ = run(bench, one("tiny-draft_block-m8"))
+    assert tokens.tolist() == [0] + [mask] * 7
+    (heads, _, w), q, *_ = run(bench, one("tiny-draft_prepare-t64-h8-m8"))
+    assert np.isfinite(q).all() and q.shape == (8, heads * w)
+
+
 def test_the_tree_is_as_large_as_its_budget(bench: Bench) -> None:
     *_, rows, scores, state = run(bench, one("tiny-tree_build-n512-l7-b7-m8"))
     assert state[1] == 8

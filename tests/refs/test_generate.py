@@ -175,6 +175,7 @@ ELSEWHERE = {  # of each edge a config that has what it asks about but does not 
     "beyond_original": "block1",
     "extreme_nibbles": "block1",
     "several_accepted": "block1",
+    "scattered_path": "dflash_one",
 }
 
 

@@ -77,7 +77,7 @@ def test_importer_and_reference_read_the_same_model(imported: kdtr.Kdtr) -> None
     wanted = recipe.load("text")
     fields = {**imported.fields, "mask_id": wanted.model.mask_id}  # which the checkpoint's config cannot say
     assert ModelConfig.of(fields, "imported") == wanted.model
-    tensors = draw.weights(wanted, 0)
+    tensors = {n: t for n, t in draw.weights(wanted, 0).items() if not n.startswith("drafter.")}
     assert sorted([*tensors, "meta.json"]) == sorted(imported.tensors)
     for name, value in tensors.items():
         np.testing.assert_array_equal(value, imported.tensor(name), err_msg=name)
