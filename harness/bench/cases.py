@@ -79,7 +79,8 @@ class _Sizes:
 
 
 TINY = _Sizes(
-    hidden=64, linears=((64, 128),), heads=4, mla=(32, 16, 8, 16), drafter=(8, 4, 16), experts=16, top_k=4, inner=32, shared=32,
+    hidden=64, linears=((64, 128),), heads=4, mla=(32, 16, 8, 16), drafter=(8, 4, 16), experts=16, top_k=4, inner=32,
+    shared=32,
     kinds=("f32", "int4"), vocab=512, layers=6, contexts=(64,), widths=(1, 8), trees=((7, 7),),
 )  # fmt: skip
 

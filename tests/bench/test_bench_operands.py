@@ -138,7 +138,8 @@ def test_a_drafters_rows(bench: Bench) -> None:
     tokens, mask, _ = run(bench, one("tiny-draft_block-m8"))
     assert tokens.tolist() == [0] + [mask] * 7
     (heads, _, w), q, *_ = run(bench, one("tiny-draft_prepare-t64-h8-m8"))
-    assert np.isfinite(q).all() and q.shape == (8, heads * w)
+    assert np.isfinite(q).all()
+    assert q.shape == (8, heads * w)
 
 
 def test_the_tree_is_as_large_as_its_budget(bench: Bench) -> None:
