@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,8 +53,9 @@ def _out(array: npt.NDArray[Any]) -> Any:
 class CsrcSession:
     """A `harness.protocol.Session` on ``csrc/``. Calls from several threads take turns, a whole `decode` being one."""
 
-    def __init__(self, ops: Any, handle: int) -> None:
-        self._ops, self._handle = ops, handle
+    def __init__(self, ops: Any, handle: int, progress: Callable[[], None] | None = None) -> None:
+        """``progress`` is called after every round of a decode; without it a decode is one call into the engine."""
+        self._ops, self._handle, self._progress = ops, handle, progress
         self._turn = threading.RLock()
         self._close = weakref.finalize(self, ops.session_close, handle)  # a session that is dropped is closed too
         sizes = ops.session_sizes(handle)
@@ -104,10 +105,14 @@ class CsrcSession:
             self._ops.session_commit(self._handle, rows)
 
     def decode(self, request: DecodeRequest) -> Decoded:
-        """Reset, prefill and decode to the end, in one call into the engine."""
+        """Reset, prefill and decode to the end."""
         with self._turn, named_errors():
             ticket = self._begin(request)
-            self._ops.decode_run(self._handle, ticket)
+            if self._progress is None:
+                self._ops.decode_run(self._handle, ticket)
+            else:
+                while self._ops.decode_round(self._handle, ticket):
+                    self._progress()
             return self._decoded(request, ticket)
 
     def stream(self, request: DecodeRequest) -> Iterator[int]:
@@ -266,10 +271,10 @@ class CsrcEngine:
     `harness.build.BuildError` if it cannot be built.
     """
 
-    def __init__(self, device: str, member: Member = ALONE) -> None:
+    def __init__(self, device: str, member: Member = ALONE, progress: Callable[[], None] | None = None) -> None:
         self.name = "csrc"
         self.device = device
-        self._member = member
+        self._member, self._progress = member, progress
         self._ops = library(device)
 
     def load(
@@ -300,7 +305,7 @@ class CsrcEngine:
                 self._member.all_gather,
                 self._member.broadcast,
             )
-        return CsrcSession(self._ops, handle)
+        return CsrcSession(self._ops, handle, self._progress)
 
     def kernels(self, precision: str, moe: bool) -> frozenset[str]:
         """Kernels that a decode must have launched (csrc/ops.h names them); with KDTREE_ISA set, those it asks for."""

@@ -23,8 +23,13 @@ from refs.sampling import choose
 SAMPLING_TEMPERATURE = 0.75  # exact in every float type; flat enough that a drafted token is refused now and then
 
 
-def run_checks(engine: Engine, session: Session, golden: Golden, drafter: str, seed: int) -> Findings:
-    """All checks of one cell; ``drafter`` is ``""`` for AR. Raises what the engine raises."""
+def run_checks(
+    engine: Engine, session: Session, golden: Golden, drafter: str, seed: int, alone: Session | None = None
+) -> Findings:
+    """All checks of one cell; ``drafter`` is ``""`` for AR; ``alone`` is one rank, whose bits several must give.
+
+    Raises what the engine raises.
+    """
     found = Findings()
     request = golden.request(drafter)
     ar, ar_cache = None, []
@@ -44,6 +49,8 @@ def run_checks(engine: Engine, session: Session, golden: Golden, drafter: str, s
         if drafter == DFLASH:
             draft(found, golden, decoded)
         found.checks += _against_ar(decoded, ar, layers, ar_cache)
+    if alone is not None:
+        found.checks += _against_one_rank(decoded, layers, alone.decode(request), _caches(alone, golden))
     found.checks.append(_counts(decoded, drafter))
     found.checks += _stream(session, request, decoded)
     if ar is not None:
@@ -83,14 +90,31 @@ def _against_ar(
     decoded: Decoded, ar: Decoded, cache: list[tuple[F32, F32]], ar_cache: list[tuple[F32, F32]]
 ) -> list[Check]:
     """Logits of every committed row, and every layer's cache, are AR's bits."""
-    checks = [bits("ar.logits", recorded(decoded), recorded(ar), "DDTree against AR, [step, token]")]
+    logits = bits("ar.logits", recorded(decoded), recorded(ar), "DDTree against AR, [step, token]")
+    return [logits, _same_cache("ar.cache", cache, ar_cache)]
+
+
+def _against_one_rank(
+    decoded: Decoded, cache: list[tuple[F32, F32]], one: Decoded, one_cache: list[tuple[F32, F32]]
+) -> list[Check]:
+    """Several ranks give one rank's tokens and rounds, and its bits in every logit and in every layer's cache."""
+    wrong = int((decoded.tokens, decoded.rounds, decoded.stopped) != (one.tokens, one.rounds, one.stopped))
+    detail = f"tokens {list(decoded.tokens)}, one rank {list(one.tokens)}; {decoded.forwards} and {one.forwards} rounds"
+    return [
+        exactly("ranks.tokens", wrong, Verdict.FAIL_BITWISE, detail),
+        bits("ranks.logits", recorded(decoded), recorded(one), "several ranks against one, [step, token]"),
+        _same_cache("ranks.cache", cache, one_cache),
+    ]
+
+
+def _same_cache(name: str, mine: list[tuple[F32, F32]], others: list[tuple[F32, F32]]) -> Check:
+    """Every layer's cache, bit for bit."""
     details: list[str] = []
-    for layer, (mine, other) in enumerate(zip(cache, ar_cache, strict=True)):
-        for name, a, b in zip(("latent", "k_rope"), mine, other, strict=True):
-            check = bits("cache", a, b, f"layer {layer}, {name}, [slot, element]")
+    for layer, (pair, other) in enumerate(zip(mine, others, strict=True)):
+        for part, a, b in zip(("latent", "k_rope"), pair, other, strict=True):
+            check = bits("cache", a, b, f"layer {layer}, {part}, [slot, element]")
             details += [check.detail] if not check.ok else []
-    checks.append(exactly("ar.cache", len(details), Verdict.FAIL_BITWISE, "".join(details[:1])))
-    return checks
+    return exactly(name, len(details), Verdict.FAIL_BITWISE, "".join(details[:1]))
 
 
 def _stream(session: Session, request: DecodeRequest, decoded: Decoded) -> list[Check]:

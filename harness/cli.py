@@ -75,6 +75,7 @@ def test(argv: Sequence[str]) -> int:
     parser.add_argument("--engine", default="csrc", help="csrc, reference, wrong:FAULT, or a registered engine")
     parser.add_argument("--device", action="append", default=[], choices=("cpu", "cuda"), help="may be repeated")
     parser.add_argument("--require-device", action="append", default=[], choices=("cpu", "cuda"))
+    parser.add_argument("--ranks", action="append", default=[], help="so many ranks, all configs; may be repeated")
     parser.add_argument("--run-dir", help="where the ledger goes (default: reports/<run id>)")
     parser.add_argument("--cell-timeout", type=float, help="seconds one cell may take")
     options, rest = parser.parse_known_args(argv)
@@ -84,6 +85,7 @@ def test(argv: Sequence[str]) -> int:
     arguments += ["--engine", options.engine, *(["-k", options.k] if options.k else [])]
     arguments += [item for device in options.device for item in ("--device", device)]
     arguments += [item for device in options.require_device for item in ("--require-device", device)]
+    arguments += [item for count in options.ranks for item in ("--ranks", count)]
     arguments += ["--run-dir", options.run_dir] if options.run_dir else []
     arguments += ["--cell-timeout", str(options.cell_timeout)] if options.cell_timeout else []
     status = int(pytest.main([*arguments, *rest]))
@@ -102,13 +104,14 @@ def matrix(argv: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help="a list of objects with the id and the axes")
     parser.add_argument("-k", metavar="EXPR", default="", help="only the cells that this chooses")
     parser.add_argument("--device", action="append", choices=("cpu", "cuda"), help="default: cpu; may be repeated")
+    parser.add_argument("--ranks", action="append", type=int, help="cells of so many ranks alone; may be repeated")
     options = parser.parse_args(argv)
     from dataclasses import asdict
 
-    from harness.matrix import MatrixError, expected, select
+    from harness.matrix import MatrixError, of_run, select
 
     try:
-        points = expected(options.device or ["cpu"])
+        points = of_run(options.device or ["cpu"], ranks=options.ranks or ())
         points = select(points, options.k) if options.k else points
     except MatrixError as error:
         print(f"kdtree matrix: {error}", file=sys.stderr)

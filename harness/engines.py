@@ -37,8 +37,11 @@ def registered() -> dict[str, str]:
     return found
 
 
-def create(name: str, device: str) -> Engine:
-    """The engine ``name`` on ``device``. Raises UnknownEngine, or what its factory raises."""
+def create(name: str, device: str, ranks: int = 1) -> Engine:
+    """The engine ``name`` on ``device``, or on ``ranks`` such devices together.
+
+    Raises UnknownEngine, also for one that cannot be shared by ranks, or what its factory raises.
+    """
     plain, _, argument = name.partition(":")
     targets = registered()
     if plain not in targets:
@@ -53,4 +56,7 @@ def create(name: str, device: str) -> Engine:
         raise UnknownEngine(f"engine {plain!r}: {targets[plain]} cannot be loaded: {error}") from error
     if argument and len(inspect.signature(factory).parameters) < 2:
         raise UnknownEngine(f"engine {plain!r} takes no argument, {argument!r} was given")
-    return cast(Engine, factory(device, argument) if argument else factory(device))
+    if ranks > 1 and "ranks" not in inspect.signature(factory).parameters:
+        raise UnknownEngine(f"engine {plain!r} runs on one device, {ranks} ranks were asked for")
+    several = {"ranks": ranks} if ranks > 1 else {}
+    return cast(Engine, factory(device, argument, **several) if argument else factory(device, **several))

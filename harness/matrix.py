@@ -23,6 +23,11 @@ DECODERS = ("ar", "ddtree")
 DEVICES = ("cpu", "cuda")
 DRAFTERS = ("oracle", "noisy", "hostile")
 """Of a config that names none; what `refs.recipe` takes too. ``dflash`` drafts where a config names it."""
+RANKED_CONFIGS = ("experts", "groups")
+"""What several ranks run unless all is asked for: with and without shared experts, sizes that are no powers of two."""
+
+GPU_RANKS = (2, 4, 8)
+"""Numbers of GPUs that a run uses together where it finds them."""
 
 _NAME = re.compile(r"[a-z0-9_]+")
 _WORD = re.compile(r"\s*([()]|[^\s()]+)")
@@ -100,6 +105,29 @@ def drafters(path: Path) -> tuple[str, ...]:
     return tuple(names)
 
 
+def divides(path: Path, ranks: int) -> bool:
+    """Whether so many ranks can share the model of a config file (``csrc/config.cpp`` has the rule).
+
+    Sizes that are not there speak against nothing: they are for `refs.recipe` to judge. Raises MatrixError.
+    """
+    content = _config(path)
+    base = _config(path.with_name(f"{content['base']}.yaml")).get("model") if "base" in content else {}
+    model = {**(base or {}), **(content.get("model") or {})}
+    try:
+        dense, layers = model["first_k_dense"], model["num_layers"]
+        shared = ["num_heads", "hidden_size", "vocab_size"]
+        shared += ["intermediate_size"] if dense > 0 else []
+        shared += ["moe_intermediate_size"] if dense < layers else []
+        return all(model[name] % ranks == 0 for name in shared)
+    except (KeyError, TypeError):
+        return True
+
+
+def rankable(ranks: int, folder: Path = CONFIGS) -> tuple[str, ...]:
+    """The configs that so many ranks can share, sorted. Raises MatrixError."""
+    return tuple(name for name in configs(folder) if divides(folder / f"{name}.yaml", ranks))
+
+
 def configs(folder: Path = CONFIGS) -> dict[str, tuple[str, ...]]:
     """Drafters by config, sorted by name. Raises MatrixError without a single config, or for a broken one."""
     found = {}
@@ -118,8 +146,12 @@ def expected(
     *,
     precisions: Sequence[str] = PRECISIONS,
     ranks: Sequence[int] = (1,),
+    ranked: Mapping[int, Sequence[str]] | None = None,
 ) -> list[Point]:
-    """Every point of the axes; those that share a bundle and a precision stand together."""
+    """Every point of the axes; those that share a bundle and a precision stand together.
+
+    ``ranked``: the configs that several ranks run, by their number; without it they run all.
+    """
     if not devices:
         raise MatrixError("no device to run on: name one with --device")
     table = configs() if config_drafters is None else config_drafters
@@ -128,10 +160,26 @@ def expected(
         for config in table
         for device in devices
         for count in ranks
+        if count == 1 or ranked is None or config in ranked.get(count, ())
         for precision in precisions
         for decoder in DECODERS
         for drafter in (table[config] if decoder == "ddtree" else ("",))
     ]
+
+
+def of_run(devices: Sequence[str], *, gpus: int = 0, ranks: Sequence[int] = (), shared: bool = True) -> list[Point]:
+    """The cells of a run: with ``ranks`` those of so many ranks, of every config that they can share.
+
+    Without it one rank runs everything; and, if the engine can be ``shared``, `RANKED_CONFIGS` run on two CPU ranks and
+    on 2, 4 and 8 GPUs where there are so many.
+    """
+    if ranks:
+        return expected(devices, ranks=ranks, ranked={count: rankable(count) for count in ranks})
+    found = expected(devices)
+    for device in devices if shared else ():
+        counts = (2,) if device == "cpu" else tuple(n for n in GPU_RANKS if n <= gpus)
+        found += expected([device], ranks=counts, ranked=dict.fromkeys(counts, RANKED_CONFIGS))
+    return found
 
 
 def matcher(expression: str) -> Callable[[Iterable[str]], bool]:

@@ -24,8 +24,8 @@ from harness import ledger as ledgers
 from harness.cells import INFRASTRUCTURE, Cell, Verdict, exit_status
 from harness.gpu_share import give
 from harness.ledger import LedgerError
-from harness.matrix import MatrixError, expected, parse
-from harness.prepare import Infrastructure, plan, usable_devices
+from harness.matrix import MatrixError, parse
+from harness.prepare import Infrastructure, plan, points_of, usable_devices
 from harness.run import Run
 from harness.runner import Runner, describe
 from harness.sources import ROOT
@@ -45,6 +45,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--engine", default="csrc", help="csrc, reference, wrong:FAULT, or a registered one")
     group.addoption("--device", action="append", default=[], help="cpu or cuda; default: cpu, and cuda where usable")
     group.addoption("--require-device", action="append", default=[], help="as --device, beside the default ones")
+    group.addoption(
+        "--ranks", action="append", type=int, default=[], help="so many ranks, all configs; may be repeated"
+    )
     group.addoption("--run-dir", type=Path, help="where the ledger goes (default: reports/<run id>)")
     group.addoption("--cell-timeout", type=float, default=CELL_SECONDS, help="seconds one cell may take")
     group.addoption("--host-name", default=socket.gethostname(), help="how the ledger names this machine")
@@ -91,7 +94,8 @@ def _make_run(config: pytest.Config) -> Run | None:
     engine, expression = config.getoption("--engine"), config.getoption("keyword")
     devices, note = usable_devices(engine, config.getoption("--device"), config.getoption("--require-device"))
     try:
-        chosen = plan(engine, devices, ids=ids, expression=expression, names=NAMES)
+        ranks = config.getoption("--ranks")
+        chosen = plan(engine, devices, ranks=ranks, ids=ids, expression=expression, names=NAMES)
     except Infrastructure:
         explicit = any(str(argument).partition("::")[0].endswith(MATRIX.name) for argument in config.args)
         if explicit or not expression:
@@ -188,7 +192,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             devices, _ = usable_devices(
                 metafunc.config.getoption("--engine"), metafunc.config.getoption("--device"), []
             )
-            ids = [point.id for point in expected(devices)]
+            engine, ranks = metafunc.config.getoption("--engine"), metafunc.config.getoption("--ranks")
+            ids = [point.id for point in points_of(engine, devices, ranks)]
         except (Infrastructure, MatrixError) as error:
             raise pytest.UsageError(str(error)) from error
     else:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from harness.engines import create, registered
 from harness.environment import survey
-from harness.matrix import DEVICES, MatrixError, Point, expected, select
+from harness.matrix import DEVICES, MatrixError, Point, of_run, select
 
 Say = Callable[[str], None]
 
@@ -52,8 +52,22 @@ def usable_devices(engine: str, asked: Sequence[str], required: Sequence[str]) -
     return tuple(sorted(wanted, key=DEVICES.index)), note
 
 
+def points_of(engine: str, devices: Sequence[str], ranks: Sequence[int] = ()) -> list[Point]:
+    """The cells of a run on this machine. Raises MatrixError; Infrastructure for more ranks than GPUs."""
+    gpus = len(survey().gpus) if "cuda" in devices else 0
+    if ranks and "cuda" in devices and max(ranks) > max(gpus, 1):
+        raise Infrastructure(f"--ranks {max(ranks)}: there are {gpus} GPUs here, and every rank needs one")
+    return of_run(devices, gpus=gpus, ranks=ranks, shared=engine == "csrc")
+
+
 def plan(
-    engine: str, devices: Sequence[str], *, ids: Sequence[str] = (), expression: str = "", names: Sequence[str] = ()
+    engine: str,
+    devices: Sequence[str],
+    *,
+    ranks: Sequence[int] = (),
+    ids: Sequence[str] = (),
+    expression: str = "",
+    names: Sequence[str] = (),
 ) -> Plan:
     """The expected cells: all, or those that ``ids`` name, of them those that ``expression`` chooses.
 
@@ -62,7 +76,7 @@ def plan(
     try:
         if engine.partition(":")[0] not in registered():
             raise Infrastructure(f"no engine is named {engine!r}; known: {', '.join(sorted(registered()))}")
-        points = expected(devices)
+        points = points_of(engine, devices, ranks)
         chosen: list[Point] = points
         if ids:
             unknown = sorted(set(ids) - {point.id for point in points})

@@ -25,6 +25,8 @@ from harness.protocol import DeviceError, Engine, NonFiniteError, OutOfMemory, S
 from harness.trace.command import first_divergence
 from harness.widths import rows_of
 
+Key = tuple[str, int, str, str]
+"""Device, ranks, config and precision: what the cells of one session share."""
 TRACE_SECONDS = 60.0  # for finding where a failed cell's numbers part
 KEPT_SESSIONS = 2  # the precisions of one bundle; more would hold memory that no neighbouring cell uses
 
@@ -36,8 +38,8 @@ class Runner:
         """``bundles`` by config; ``seconds`` one cell may take."""
         self._name, self._bundles, self._seconds = engine, bundles, seconds
         self._host, self._worker = host, worker
-        self._engines: dict[str, Engine] = {}
-        self._sessions: OrderedDict[tuple[str, str, str], tuple[Session, Golden]] = OrderedDict()
+        self._engines: dict[tuple[str, int], Engine] = {}
+        self._sessions: OrderedDict[Key, tuple[Session, Golden]] = OrderedDict()
         self.device_lost = False
         """A device failed for good: this process can run no further cell on it."""
 
@@ -85,16 +87,20 @@ class Runner:
         return replace(cell, times={**cell.times, "total": time.perf_counter() - start})
 
     def close(self) -> None:
-        """Close every session."""
+        """Close every session, and end the ranks of engines that have some."""
         while self._sessions:
             _close(self._sessions.popitem()[1][0])
+        for engine in self._engines.values():
+            if hasattr(engine, "close"):
+                engine.close()
 
     def _judge(self, point: Point) -> Cell:
         start = time.perf_counter()
         engine, session, golden = self._open(point)
+        alone = self._open(replace(point, ranks=1))[1] if point.ranks > 1 else None
         loaded = time.perf_counter() - start
         blank = self.blank(point, Verdict.PASS, "")
-        found: Findings = run_checks(engine, session, golden, point.drafter, blank.seed)
+        found: Findings = run_checks(engine, session, golden, point.drafter, blank.seed, alone)
         verdict, detail = judge(found.checks)
         return replace(
             blank,
@@ -111,7 +117,7 @@ class Runner:
 
     def _trace(self, point: Point, cell: Cell, on_hang: Callable[[Cell], None]) -> Cell:
         """``cell`` with where its numbers first parted; a search that raises or runs late changes nothing."""
-        found = self._sessions.get((point.device, point.config, point.precision))
+        found = self._sessions.get(_key(point))
         if found is None or self.device_lost or cell.verdict in (Verdict.TIMEOUT, Verdict.FAIL_KERNEL):
             return cell
         try:
@@ -122,10 +128,11 @@ class Runner:
         return replace(cell, divergence=divergence or cell.divergence)
 
     def _open(self, point: Point) -> tuple[Engine, Session, Golden]:
-        if point.device not in self._engines:
-            self._engines[point.device] = create(self._name, point.device)
-        engine = self._engines[point.device]
-        key = (point.device, point.config, point.precision)
+        place = (point.device, point.ranks)
+        if place not in self._engines:
+            self._engines[place] = create(self._name, *place)
+        engine = self._engines[place]
+        key = _key(point)
         if key not in self._sessions:
             while len(self._sessions) >= KEPT_SESSIONS:
                 _close(self._sessions.popitem(last=False)[1][0])
@@ -137,9 +144,13 @@ class Runner:
         return engine, *self._sessions[key]
 
     def _drop(self, point: Point) -> None:
-        found = self._sessions.pop((point.device, point.config, point.precision), None)
+        found = self._sessions.pop(_key(point), None)
         if found:
             _close(found[0])
+
+
+def _key(point: Point) -> Key:
+    return point.device, point.ranks, point.config, point.precision
 
 
 def _close(session: Session) -> None:

@@ -22,7 +22,7 @@ from harness.cli import EXIT_STATUSES, Parser
 from harness.gate.rules import ENGINE, Demand, Finding, judge, status
 from harness.gate.waivers import Waiver, WaiverError, load
 from harness.ledger import LedgerError, read
-from harness.matrix import DEVICES, MatrixError, configs, parse
+from harness.matrix import DEVICES, GPU_RANKS, MatrixError, configs, parse, rankable
 from harness.sources import ROOT, describe
 
 WAIVERS = "waivers.yaml"
@@ -98,6 +98,7 @@ def main(argv: Sequence[str], root: Path = ROOT) -> int:
             against=read(options.against) if options.against else None,
             max_slowdown=options.max_slowdown,
             allow_removed=options.allow_removed,
+            rankable={count: rankable(count, root / "refs" / "configs") for count in GPU_RANKS},
         )
         findings = judge(ledger, demand)
     except LedgerError as error:

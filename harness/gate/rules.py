@@ -6,13 +6,13 @@ What is expected is computed from the axes of the checkout, never taken from the
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from datetime import date
 
 from harness.cells import FAILED, INCOMPLETE, INFRASTRUCTURE, PASSED, Cell, Ledger, Verdict
 from harness.gate.waivers import Waiver
-from harness.matrix import DEVICES, expected, parse
+from harness.matrix import DEVICES, RANKED_CONFIGS, Point, expected, parse
 from harness.reports.against import compare
 from harness.sources import Sources
 
@@ -44,6 +44,8 @@ class Demand:
     against: Ledger | None = None
     max_slowdown: float | None = None
     allow_removed: bool = False
+    rankable: Mapping[int, Sequence[str]] = field(default_factory=dict)
+    """Configs that several ranks can share, by their number; empty: nothing is asked of ranks."""
 
 
 def judge(ledger: Ledger, demand: Demand) -> list[Finding]:
@@ -73,16 +75,16 @@ def _problems(ledger: Ledger) -> Iterable[Finding]:
 
 def _sources(ledger: Ledger, demand: Demand) -> Iterable[Finding]:
     remedy = "run the matrix on this checkout"
-    for field in fields(Sources):
-        theirs, ours = getattr(ledger.sources, field.name), getattr(demand.sources, field.name)
+    for item in fields(Sources):
+        theirs, ours = getattr(ledger.sources, item.name), getattr(demand.sources, item.name)
         if theirs == ours:
             continue
-        if field.name == "dirty":
+        if item.name == "dirty":
             apart = sorted(set(theirs) ^ set(ours))
             what = f"other uncommitted files: {', '.join(apart[:5])}{' and more' if len(apart) > 5 else ''}"
         else:
             what = f"{theirs[:12] or 'unknown'}, here it is {ours[:12] or 'unknown'}"
-        yield Finding("sources", INFRASTRUCTURE, f"made from another {_NAMES[field.name]}: {what}; {remedy}")
+        yield Finding("sources", INFRASTRUCTURE, f"made from another {_NAMES[item.name]}: {what}; {remedy}")
     if ledger.engine != demand.engine:
         message = f"the engine {ledger.engine!r} was judged, not {demand.engine!r}; --engine names another one"
         yield Finding("engine", INFRASTRUCTURE, message)
@@ -103,16 +105,30 @@ def _expected(ledger: Ledger, demand: Demand) -> Iterable[Finding]:
         message = f"only the cells of the filter {ledger.filter!r} were run; run the matrix without -k"
         yield Finding("filtered", INCOMPLETE, message)
     points = [parse(id) for id in ledger.expected]
-    devices, ranks = sorted({p.device for p in points}), sorted({p.ranks for p in points})
+    devices = sorted({p.device for p in points})
     for device in demand.devices:
         if device not in devices:
             message = f"{device} is required, and no cell ran on it; it ran on {', '.join(devices)}"
             yield Finding("device", INFRASTRUCTURE, message)
-    wanted = {point.id for point in expected(devices, demand.table, ranks=ranks)}
+    wanted = {id for device in devices for id in _wanted(device, points, demand)}
     for id in sorted(wanted - set(ledger.expected)):
         yield Finding("missing", INCOMPLETE, f"{id}: in the matrix, and the run did not expect it")
     for id in sorted(set(ledger.expected) - wanted):
         yield Finding("unexpected", INFRASTRUCTURE, f"{id}: in the ledger, and not in the matrix of this checkout")
+
+
+def _wanted(device: str, points: Sequence[Point], demand: Demand) -> Iterable[str]:
+    """What a run on a device owes: of several ranks the chosen configs, or all if it ran others as well."""
+    ranks = {1, *(point.ranks for point in points if point.device == device)}
+    if device == "cpu" and demand.engine == ENGINE and demand.rankable:
+        ranks.add(2)
+    ranked: dict[int, Sequence[str]] = {}
+    for count in ranks - {1}:
+        here = {point.config for point in points if (point.device, point.ranks) == (device, count)}
+        able = demand.rankable.get(count, tuple(demand.table))
+        ranked[count] = [name for name in able if name in RANKED_CONFIGS] if here <= set(RANKED_CONFIGS) else able
+    for point in expected([device], demand.table, ranks=sorted(ranks), ranked=ranked):
+        yield point.id
 
 
 def _metrics(cell: Cell) -> Iterable[tuple[str, float]]:

@@ -19,7 +19,7 @@ from harness.cells import FAILED, INFRASTRUCTURE, PASSED, Divergence
 from harness.cli import Parser
 from harness.engines import create
 from harness.golden import Golden, GoldenError
-from harness.matrix import DEVICES, MatrixError, expected, parse
+from harness.matrix import DEVICES, MatrixError, expected, parse, rankable
 from harness.prepare import Infrastructure, prepare
 from harness.protocol import EngineError, NonFiniteError, Session
 from harness.trace import steps as trace_steps
@@ -136,11 +136,13 @@ def main(argv: Sequence[str]) -> int:
 
     try:
         point = parse(options.cell)
-        if point not in expected([point.device]):
+        if point not in expected([point.device], ranks=[point.ranks], ranked={point.ranks: rankable(point.ranks)}):
             raise MatrixError(f"{point.id} is no cell of the matrix; `kdtree matrix --list` shows their ids")
         path = prepare(options.engine, [point], say)[point.config]
         golden = Golden.open(path, point.precision)
-        session = create(options.engine, point.device).load(path, point.precision, max_rows=rows_of(golden))
+        session = create(options.engine, point.device, point.ranks).load(
+            path, point.precision, max_rows=rows_of(golden)
+        )
         against = None if options.against == "reference" else other_engine(options.against, golden)
         done: list[Stage] = []
         for stage in stages(session, golden, point.drafter, point.seed, against):

@@ -1,0 +1,140 @@
+"""The engine on several ranks, seen from outside: a `harness.protocol.Engine` whose sessions live in a job's ranks."""
+
+from __future__ import annotations
+
+import atexit
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from engine.ranks.job import Job, Nodes
+from engine.session import CsrcEngine
+from harness.protocol import F32, Decoded, DecodeRequest, RankError
+
+
+class RankedSession:
+    """A `harness.protocol.Session` that every rank of a job has a part of."""
+
+    def __init__(self, job: Job, number: int) -> None:
+        self._job, self._number = job, number
+        self._open = True
+
+    def _call(self, method: str, *arguments: Any, **options: Any) -> Any:
+        return self._job.ask("call", self._number, method, arguments, options)
+
+    @property
+    def length(self) -> int:
+        """Committed rows."""
+        return int(self._call("length"))
+
+    def reset(self) -> None:
+        """Forget all rows."""
+        self._call("reset")
+
+    def prefill(self, tokens: Sequence[int]) -> F32:
+        """Commit ``tokens``; logits [n, V]."""
+        return self._call("prefill", tuple(tokens))  # type: ignore[no-any-return]
+
+    def step(self, token: int) -> F32:
+        """Commit one token; logits [V]."""
+        return self._call("step", token)  # type: ignore[no-any-return]
+
+    def verify(self, tokens: Sequence[int], parents: Sequence[int]) -> F32:
+        """Run a tree, commit none of it; logits [M, V]."""
+        return self._call("verify", tuple(tokens), tuple(parents))  # type: ignore[no-any-return]
+
+    def commit(self, path: Sequence[int]) -> None:
+        """Commit rows of the last verify."""
+        self._call("commit", tuple(path))
+
+    def decode(self, request: DecodeRequest) -> Decoded:
+        """Reset, prefill and decode to the end."""
+        return self._call("decode", request)  # type: ignore[no-any-return]
+
+    def stream(self, request: DecodeRequest) -> Iterator[int]:
+        """As `decode`, yielding tokens as rounds accept them."""
+        self._job.ask("stream", self._number, request)
+        while (token := self._job.ask("next", self._number)) is not None:
+            yield int(token)
+
+    def cache(self, layer: int) -> tuple[F32, F32]:
+        """Committed rows of one layer, rank 0's copy: latent [length, R], k_rope [length, P]."""
+        return self._call("cache", layer)  # type: ignore[no-any-return]
+
+    def taps(self, tokens: Sequence[int], *, operations: bool = False) -> Mapping[str, F32]:
+        """Reset, prefill and return the intermediate rows by name."""
+        return self._call("taps", tuple(tokens), operations=operations)  # type: ignore[no-any-return]
+
+    def verify_taps(self, tokens: Sequence[int], parents: Sequence[int]) -> Mapping[str, F32]:
+        """Run a tree and return every operation's rows by name; nothing is left to commit."""
+        return self._call("verify_taps", tuple(tokens), tuple(parents))  # type: ignore[no-any-return]
+
+    def counters(self) -> Mapping[str, int]:
+        """Kernel launches by name, rank 0's."""
+        return self._call("counters")  # type: ignore[no-any-return]
+
+    def reset_counters(self) -> None:
+        """Count from zero again."""
+        self._call("reset_counters")
+
+    def broken_guard(self) -> str:
+        """Name of a buffer written outside its bounds on any rank, or ``""``."""
+        found = self._job.ask("each", self._number, "broken_guard")
+        return next((f"{name} of rank {rank}" for rank, name in enumerate(found) if name), "")
+
+    def memory(self) -> tuple[int, int]:
+        """Bytes that a rank holds and has held at most, those of the rank that has the most."""
+        held = [tuple(pair) for pair in self._job.ask("each", self._number, "memory")]
+        return max(pair[0] for pair in held), max(pair[1] for pair in held)
+
+    def close(self) -> None:
+        """Free everything on every rank."""
+        if self._open and not self._job.failure:
+            self._job.ask("close", self._number)
+        self._open = False
+
+    def __enter__(self) -> RankedSession:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class RankedEngine:
+    """``csrc/`` on ``ranks`` devices; the job starts with the first session and is started anew after it failed."""
+
+    def __init__(self, device: str, ranks: int, nodes: Nodes | None = None) -> None:
+        self.name = "csrc"
+        self.device = device
+        self._ranks, self._nodes = ranks, nodes or Nodes()
+        self._job: Job | None = None
+        self._alone = CsrcEngine(device)
+        atexit.register(self.close)
+
+    def load(self, path: Path, precision: str, **options: Any) -> RankedSession:
+        """Open a KDTR file on every rank; options as those of `engine.session.CsrcEngine.load`."""
+        if self._job is None or self._job.failure:
+            self.close()
+            threads = max(1, len(os.sched_getaffinity(0)) // self._ranks) if hasattr(os, "sched_getaffinity") else 1
+            local = self._ranks // self._nodes.count
+            self._job = Job(self.device, local, self._nodes, {"KDTREE_THREADS": str(threads), "OMP_NUM_THREADS": "1"})
+        return RankedSession(self._job, self._job.ask("load", Path(path).absolute(), precision, options))
+
+    def kernels(self, precision: str, moe: bool) -> frozenset[str]:
+        """As those of one device, and the exchanges."""
+        return self._alone.kernels(precision, moe) | {"all_gather", "broadcast", "unshard", "checksum"}
+
+    @property
+    def job(self) -> Job:
+        """The job under way. Raises RankError before the first session."""
+        if self._job is None:
+            raise RankError("no job: nothing was loaded")
+        return self._job
+
+    def close(self) -> None:
+        """End the job."""
+        if self._job is not None:
+            self._job.close()
+        self._job = None
+        atexit.unregister(self.close)

@@ -1,0 +1,106 @@
+"""``torch.distributed`` behind the exchanges of the engine: gloo between CPUs, NCCL between GPUs.
+
+Under capture of a CUDA graph the calls run once, on the backend's stream, so that NCCL's work becomes part of the graph
+and a replay calls nothing here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+from engine.ranks.member import Member, member
+
+IDLE = timedelta(days=30)  # between two commands
+EXCHANGE = timedelta(seconds=20)  # for one exchange: the others are at most one operation behind
+
+
+class _Memory:
+    """Bytes of a CUDA device as torch and others take them without a copy."""
+
+    def __init__(self, address: int, size: int) -> None:
+        self.__cuda_array_interface__ = {"shape": (size,), "typestr": "|u1", "data": (address, False), "version": 3}
+
+
+class TorchExchange:
+    """This process's place in the job that ``torchrun`` started, and its exchanges with the other ranks."""
+
+    def __init__(self, device: str, progress: Callable[[], None]) -> None:
+        """``device``: ``cpu`` or ``cuda``, of which a rank takes the one of its local number. ``progress`` is called
+        with every exchange. Raises what torch raises when the others do not come."""
+        import torch
+        import torch.distributed as dist
+
+        self._torch, self._dist, self._progress = torch, dist, progress
+        self.rank, self.count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        self._cuda = device == "cuda"
+        self.device = f"cuda:{os.environ['LOCAL_RANK']}" if self._cuda else "cpu"
+        if self._cuda:
+            torch.cuda.set_device(self.device)
+            bound = torch.device(self.device)
+            dist.init_process_group("cpu:gloo,cuda:nccl", timeout=EXCHANGE, device_id=bound)
+            dist.all_reduce(torch.zeros(1, device=bound))  # NCCL connects now: nothing may be set up during a capture
+            torch.cuda.synchronize()
+        else:
+            dist.init_process_group("gloo", timeout=EXCHANGE)
+        self._words = dist.new_group(backend="gloo", timeout=IDLE)
+        # torch 2.13 has renamed it
+        self._gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+    def member(self) -> Member:
+        """What `engine.session.CsrcEngine` takes."""
+        return member(self.rank, self.count, self._all_gather, self._broadcast)
+
+    def say(self, value: Any) -> Any:
+        """Rank 0's ``value``, on every rank; waits as long as it takes."""
+        box = [value]
+        self._dist.broadcast_object_list(box, 0, group=self._words)
+        return box[0]
+
+    def each(self, value: Any) -> list[Any]:
+        """Every rank's ``value``, by rank, on every rank."""
+        box: list[Any] = [None] * self.count
+        self._dist.all_gather_object(box, value, group=self._words)
+        return box
+
+    def flip(self, address: int) -> None:
+        """Turn the lowest bit of a byte of the device's memory."""
+        self._view(address, 1).bitwise_xor_(1)
+        if self._cuda:
+            self._torch.cuda.synchronize()
+
+    def close(self) -> None:
+        """Leave the job."""
+        with contextlib.suppress(Exception):  # the others may have gone first
+            self._dist.destroy_process_group()
+
+    @functools.lru_cache(maxsize=4096)  # noqa: B019 - one object a process; a view says where bytes lie, not what they are
+    def _view(self, address: int, size: int) -> Any:
+        if self._cuda:
+            return self._torch.as_tensor(_Memory(address, size), device=self.device)
+        return self._torch.frombuffer((ctypes.c_uint8 * size).from_address(address), dtype=self._torch.uint8)
+
+    @functools.lru_cache(maxsize=64)  # noqa: B019
+    def _stream(self, stream: int) -> Any:
+        return self._torch.cuda.ExternalStream(stream, device=self.device)
+
+    def _on(self, stream: int) -> contextlib.AbstractContextManager[Any]:
+        if not self._cuda:
+            return contextlib.nullcontext()
+        held: contextlib.AbstractContextManager[Any] = self._torch.cuda.stream(self._stream(stream))
+        return held
+
+    def _all_gather(self, recv: int, send: int, size: int, stream: int) -> None:
+        with self._on(stream):
+            self._gather(self._view(recv, size * self.count), self._view(send, size))
+        self._progress()
+
+    def _broadcast(self, data: int, size: int, stream: int) -> None:
+        with self._on(stream):
+            self._dist.broadcast(self._view(data, size), 0)
+        self._progress()

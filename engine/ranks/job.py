@@ -1,0 +1,277 @@
+"""A job of ranks on this host: starts ``torchrun``, supervises what it started, and says which rank was to blame.
+
+Guarantees: a rank that dies, hangs or diverges ends the whole job within 30 s, and the error names that rank and begins
+with its log; when this process ends, however it ends, so does the job.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing.connection
+import os
+import re
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, Listener
+from pathlib import Path
+from typing import Any
+
+from engine.ranks.watch import ADDRESS, KEY, SILENT
+from harness.protocol import RankError
+from harness.sources import ROOT
+
+START_SECONDS = 120.0  # for all ranks to say hello: they import torch, from a cold disk perhaps
+GRACE = 1.5  # seconds between the first sign of trouble and the verdict: others may know more
+END_SECONDS = 10.0  # for ranks that were told to end
+LOG_LINES = 40
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """The hosts of a job. The default is this host alone, with a rendezvous on a free port of its own."""
+
+    count: int = 1
+    node: int = 0
+    """Of this host; 0 holds the rendezvous and the ranks 0, 1, ..."""
+    address: str = "127.0.0.1"
+    port: int = 0
+
+
+@dataclass
+class _Rank:
+    """What is known of one rank of this host."""
+
+    number: int
+    pid: int
+    heard: float = field(default_factory=time.monotonic)
+    words: tuple[str, str] | None = None
+    silent: bool = False
+    gone: bool = False
+
+
+class Job:
+    """``torchrun`` and its ranks on this host; on node 0 also the line over which commands go to rank 0."""
+
+    def __init__(
+        self, device: str, ranks: int, nodes: Nodes | None = None, environment: Mapping[str, str] | None = None
+    ) -> None:
+        """``ranks`` of this host. Raises RankError when not all of them came within `START_SECONDS`."""
+        self._nodes = nodes or Nodes()
+        self._local = ranks
+        self.folder = Path(tempfile.mkdtemp(prefix="kdtree-ranks-"))
+        self._ranks: dict[int, _Rank] = {}
+        self._changed = threading.Condition()
+        self._control: Connection | None = None
+        self._ending = False
+        self.failure = ""
+        """Why the job ended, its first line naming the rank to blame; empty while all is well."""
+        key = secrets.token_bytes(16)
+        self._listener = Listener(str(self.folder / "line"), "AF_UNIX", backlog=4 * ranks, authkey=key)
+        env = {**os.environ, ADDRESS: str(self.folder / "line"), KEY: key.hex(), **(environment or {})}
+        env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), env.get("PYTHONPATH", "")]))
+        self._output = (self.folder / "torchrun.log").open("wb")
+        self._torchrun = subprocess.Popen(
+            [*self._command(), "-m", "engine.ranks.worker", device],
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=self._output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        threading.Thread(target=self._accept, name="ranks-accept", daemon=True).start()
+        threading.Thread(target=self._look, name="ranks-look", daemon=True).start()
+        self._wait_for_all()
+
+    def _command(self) -> list[str]:
+        n = self._nodes
+        where = (
+            ["--standalone"]  # a port of its own choice: one that is taken is nobody's concern
+            if n.count == 1
+            else ["--node-rank", str(n.node), "--master-addr", n.address, "--master-port", str(n.port)]
+        )
+        return [
+            *(sys.executable, "-m", "torch.distributed.run", "--nnodes", str(n.count), *where),
+            *("--nproc-per-node", str(self._local), "--max-restarts", "0", "--monitor-interval", "0.2"),
+            *("--log-dir", str(self.folder), "--redirects", "3"),
+        ]
+
+    def ask(self, *command: Any) -> Any:
+        """What rank 0 answers after every rank has run ``command``. Raises what the engine raised, or RankError."""
+        try:
+            if self._control is None or self.failure:
+                raise EOFError
+            self._control.send(command)
+            while not self._control.poll(0.5):
+                if self.failure:
+                    raise EOFError
+            kind, value = self._control.recv()
+        except (EOFError, OSError):
+            raise RankError(self._verdict()) from None
+        if kind == "error":
+            raise value
+        return value
+
+    def wait(self) -> str:
+        """Until the job has ended: why it failed, empty if it did not. For hosts that only take part."""
+        self._torchrun.wait()
+        with self._changed:
+            self._changed.wait_for(lambda: self.failure or self._ending, GRACE + 1.0)
+        return self.failure
+
+    def close(self) -> None:
+        """End the ranks, at the latest by force, and remove what they left; a failed job's logs stay."""
+        self._ending = True
+        if self._control and not self.failure:
+            with contextlib.suppress(OSError):
+                self._control.send(("end",))
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._torchrun.wait(END_SECONDS)
+        self._kill()
+        self._listener.close()
+        if not self.failure:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def pids(self) -> dict[int, int]:
+        """Process ids of this host's ranks, by rank."""
+        return {rank.number: rank.pid for rank in self._ranks.values()}
+
+    def _wait_for_all(self) -> None:
+        lead = self._nodes.node == 0
+
+        def settled() -> bool:
+            return bool(self.failure) or (len(self._ranks) == self._local and (not lead or self._control is not None))
+
+        with self._changed:
+            done = self._changed.wait_for(settled, START_SECONDS)
+        if not done:
+            came = ", ".join(str(number) for number in sorted(self._ranks)) or "none"
+            self._fail(f"not every rank came within {START_SECONDS:.0f} s; of {self._local} here: {came}", [])
+        if self.failure:
+            raise RankError(self.failure)
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                line = self._listener.accept()
+                first = line.recv()
+            except multiprocessing.AuthenticationError:
+                continue
+            except (OSError, EOFError):
+                return
+            with self._changed:
+                if first[0] == "control":
+                    self._control = line
+                    self._changed.notify_all()
+                    continue
+                rank = self._ranks[int(first[1])] = _Rank(int(first[1]), int(first[2]))
+                self._changed.notify_all()
+            threading.Thread(target=self._listen, args=(rank, line), name=f"rank-{rank.number}", daemon=True).start()
+
+    def _listen(self, rank: _Rank, line: Connection) -> None:
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                message = line.recv()
+                rank.heard = time.monotonic()
+                if message[0] == "words":
+                    rank.words = (message[1], message[2])
+        rank.gone = True
+
+    def _look(self) -> None:
+        """Until the first sign of trouble; then the verdict, and the end of everything."""
+        while not self._ending:
+            for rank in list(self._ranks.values()):
+                rank.silent = rank.silent or (not rank.gone and time.monotonic() - rank.heard > SILENT)
+            ended = self._torchrun.poll() is not None
+            if ended or any(rank.gone or rank.silent or rank.words for rank in self._ranks.values()):
+                break
+            time.sleep(0.1)
+        if self._ending:
+            return
+        time.sleep(GRACE)
+        if not self._ending:
+            self._fail(*self._blame())
+
+    def _blame(self) -> tuple[str, list[int]]:
+        """The first line of the verdict, and the ranks by guilt."""
+        ranks = sorted(self._ranks.values(), key=lambda r: r.number)
+        kinds: list[tuple[str, list[_Rank]]] = [
+            ("diverged", [r for r in ranks if r.words and r.words[0] == "diverged"]),
+            ("hung", [r for r in ranks if r.silent]),
+            ("died", [r for r in ranks if r.gone and not r.words]),
+            ("failed", [r for r in ranks if r.words and r.words[0] == "error"]),
+            ("waited", [r for r in ranks if r.words and r.words[0] == "waited"]),
+        ]
+        order = [rank.number for _, some in kinds for rank in some]
+        for kind, some in kinds:
+            if not some:
+                continue
+            rank = some[0]
+            said = rank.words[1] if rank.words else ""
+            text = {
+                "hung": f"was not heard of for {SILENT:.0f} s (pid {rank.pid}): stopped, or stuck",
+                "died": f"died{self._status(rank.pid)} (pid {rank.pid})",
+                "waited": f"lost the others: {said}",
+            }.get(kind, f"{kind}: {said}")
+            return f"rank {rank.number} {text}", order
+        return f"torchrun ended with status {self._torchrun.returncode} before every rank had come", order
+
+    def _status(self, pid: int) -> str:
+        """How torchrun says that a process ended."""
+        log = (self.folder / "torchrun.log").read_text("utf-8", "replace")
+        found = re.search(rf"exitcode\s*:?\s*(-?\d+)[^\n]*?pid:\s*{pid}\b", log)
+        if not found:
+            return ""
+        code = int(found[1])
+        return f" of {signal.Signals(-code).name}" if code < 0 else f" with status {code}"
+
+    def _fail(self, line: str, order: list[int]) -> None:
+        self._kill()
+        rest = [number for number in sorted(self._ranks) if number not in order]
+        parts = [line]
+        for number in [*order, *rest]:
+            parts += [f"  log of rank {number}:", *(f"    {text}" for text in self._log(number))]
+        parts += ["  torchrun:", *(f"    {text}" for text in _tail(self.folder / "torchrun.log"))]
+        with self._changed:
+            self.failure = "\n".join([*parts, f"  all of it: {self.folder}"])
+            (self.folder / "report.txt").write_text(self.failure + "\n", "utf-8")
+            self._changed.notify_all()
+
+    def _log(self, number: int) -> list[str]:
+        first = self._nodes.node * self._local
+        files = sorted(self.folder.glob(f"*/attempt_0/{number - first}/std*.log"), reverse=True)
+        return [line for file in files for line in _tail(file)] or ["(nothing)"]
+
+    def _kill(self) -> None:
+        for pid in [*self.pids.values(), self._torchrun.pid]:
+            with contextlib.suppress(ProcessLookupError):  # also ends a process that is stopped
+                os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._torchrun.wait(END_SECONDS)
+        self._output.close()
+
+    def _verdict(self) -> str:
+        with self._changed:
+            self._changed.wait_for(lambda: bool(self.failure), SILENT + GRACE + END_SECONDS)
+        return self.failure or "rank 0 closed its line"
+
+
+def _tail(path: Path) -> list[str]:
+    try:
+        return path.read_text("utf-8", "replace").splitlines()[-LOG_LINES:]
+    except OSError:
+        return []
