@@ -24,6 +24,10 @@ COMMANDS = {
     "bundles": ("harness.bundles:main", "regenerate bundles and check them: kdtree bundles [--out DIR] [CONFIG ...]"),
     "demo": ("harness.demo:main", "AR beside DDTree: kdtree demo [--config tiny] [--precision fp32|int4]"),
     "quality": ("harness.quality:main", "bits per byte of held-out text in FP32 and INT4: kdtree quality"),
+    "acceptance": (
+        "harness.acceptance:main",
+        "tokens a forward with the own drafter on held-out text: kdtree acceptance",
+    ),
     "inspect": ("harness.inspect:main", "what is in a KDTR file: kdtree inspect FILE.kdtr [--verify]"),
     "import": ("engine.importer:main", "a KDTR file from a checkpoint: kdtree import HF_DIR -o FILE.kdtr"),
     "trace": ("harness.trace.command:main", "where a cell's numbers first part: kdtree trace CELL [--against cpu]"),
@@ -127,7 +131,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """``kdtree COMMAND ...``; the exit status is the command's."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     commands = available()
-    listing = "\n".join(f"  {name:<9} {text}" for name, (_, text) in commands.items())
+    listing = "\n".join(f"  {name:<10} {text}" for name, (_, text) in commands.items())
     parser = Parser(
         prog="kdtree",
         usage="kdtree COMMAND ... (kdtree COMMAND --help says more)",
