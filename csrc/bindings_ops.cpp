@@ -94,6 +94,18 @@ std::string backend_counters(int64_t handle) {
   return lines;
 }
 
+// stated: as the tensor of docs/model.md, five i64. scale: the bytes of bf16 numbers, u8 [e, n, 2*groups].
+void draw_experts(int64_t handle, std::vector<int64_t> stated, int64_t first, int64_t row, int64_t k, Tensor q, Tensor scale) {
+  Backend& b = backend(handle);
+  need(stated.size() == 5 && q.dim() == 3, "stated", "is not five numbers, or q not [e, n, 16*groups]");
+  const int64_t groups = (k + 31) / 32, outputs = q.size(0) * q.size(1);
+  const Stated s = read_stated(stated.data(), "draw_experts", "stated");
+  b.draw_experts({s, static_cast<int>(first), static_cast<int>(row), dim(q, 0), dim(q, 1), static_cast<int>(k), sized<uint8_t>(q, outputs * groups * 16, "q"),
+                  reinterpret_cast<uint16_t*>(sized<uint8_t>(scale, outputs * groups * 2, "scale"))});
+  uint8_t last;
+  b.download(&last, q.data_ptr(), sizeof last);
+}
+
 void embed(int64_t handle, Tensor out, Tensor table, std::vector<Tensor> rows, Tensor state) {
   Backend& b = backend(handle);
   const Rows r = rows_of(rows);
@@ -365,6 +377,7 @@ KDTREE_LIBRARY_FRAGMENT(KDTREE_LIBRARY, m) {
   m.def("backend_close(int backend) -> ()");
   m.def("isa_names() -> str");
   m.def("backend_counters(int backend) -> str");
+  m.def("draw_experts(int backend, int[] stated, int first, int row, int k, Tensor q, Tensor scale) -> ()");
   m.def("embed(int backend, Tensor out, Tensor table, Tensor[] rows, Tensor state) -> ()");
   m.def("rms_norm(int backend, Tensor out, Tensor x, Tensor w, float eps, Tensor state) -> ()");
   m.def(
@@ -405,6 +418,7 @@ KDTREE_LIBRARY_IMPL(KDTREE_LIBRARY, m) {
   m.impl("backend_close", TORCH_BOX(&kdtree::backend_close));
   m.impl("isa_names", TORCH_BOX(&kdtree::cpu::isa_names));
   m.impl("backend_counters", TORCH_BOX(&kdtree::backend_counters));
+  m.impl("draw_experts", TORCH_BOX(&kdtree::draw_experts));
   m.impl("embed", TORCH_BOX(&kdtree::embed));
   m.impl("rms_norm", TORCH_BOX(&kdtree::rms_norm));
   m.impl("linear", TORCH_BOX(&kdtree::linear));

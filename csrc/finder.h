@@ -57,6 +57,7 @@ class Finder {
     if (precision_.experts != WeightKind::kInt4) return plain_experts(stem, e, n, k);
     const auto stride = [&](const Resident& w, size_t row_bytes) { return static_cast<int>(w.pitch / row_bytes); };
     const uint64_t groups = (u(k) + 31) / 32;
+    if (file_.find_tensor(stem + ".draw")) return drawn(stem, e, n, k, groups);
     const Resident q = raw(stem + ".qw", DType::kU8, {u(e), u(n), 16 * groups}, u(e), ranks_.count);
     const Resident scale = raw(stem + ".sc", DType::kBf16, {u(e), u(n), groups}, u(e), ranks_.count);
     return {WeightKind::kInt4, q.data, static_cast<const uint16_t*>(scale.data), share(n), k, e, stride(q, 16 * groups)};
@@ -68,6 +69,29 @@ class Finder {
   size_t element() const { return bf16() ? sizeof(uint16_t) : sizeof(float); }
   Resident plain(const std::string& stem, const Shape& shape, size_t count, int parts) const {
     return bf16() ? raw(stem + ".bw", DType::kBf16, shape, count, parts) : raw(stem + ".w", DType::kF32, shape, count, parts);
+  }
+  // This rank's rows of experts that the file states, drawn into memory of the backend.
+  Weight drawn(const std::string& stem, int e, int n, int k, size_t groups) const {
+    const std::string name = stem + ".draw";
+    const auto t = file_.find_tensor(name);
+    if (t->dtype != DType::kI64 || t->shape != Shape{5}) {
+      throw Error("MissingTensor",
+                  file_.label() + ": " + name + ": is " + dtype_name(t->dtype) + " " + text(t->shape) + ", must be i64 [5]");
+    }
+    for (const char* twin : {".qw", ".sc"}) {
+      if (file_.find_tensor(stem + twin)) throw Error("ConfigError", file_.label() + ": " + name + ": stands beside " + stem + twin);
+    }
+    const Stated stated = read_stated(static_cast<const int64_t*>(t->data), file_.label(), name);
+    const size_t block = groups * u(share(n));
+    const auto place = [&](const char* suffix, size_t bytes) {
+      void* at = backend_.alloc(bytes * u(e), (stem + suffix).c_str());
+      made_.push_back({stem + suffix, {at, bytes}, bytes, u(e)});
+      return at;
+    };
+    auto* q = static_cast<uint8_t*>(place(".qw", 16 * block));
+    auto* scale = static_cast<uint16_t*>(place(".sc", sizeof(uint16_t) * block));
+    backend_.draw_experts({stated, 0, share(n) * ranks_.rank, e, share(n), k, q, scale});
+    return {WeightKind::kInt4, q, scale, share(n), k, e, share(n)};
   }
   static std::string text(const Shape& shape) {
     std::string s;

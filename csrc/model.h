@@ -84,6 +84,9 @@ struct Precision {
   WeightKind experts;
 };
 
+// A `.draw` tensor's five numbers (docs/model.md, Stated experts). ConfigError naming file and tensor if one is out of range.
+Stated read_stated(const int64_t* numbers, const std::string& file, const std::string& name);
+
 // MissingTensor if a tensor is absent or has another type or shape; no data outside the rank's part is read. The file must outlive
 // what is returned.
 ModelWeights load_weights(Backend& backend, const KdtrView& file, const ModelConfig& config, Precision precision, Ranks ranks);

@@ -24,6 +24,7 @@
 #include <vector>
 
 #include "error.h"
+#include "stated.h"
 
 namespace kdtree {
 
@@ -264,6 +265,14 @@ struct RecordTreeArgs {
   int32_t* dst; int entries, max_rows; Rows rows; const int32_t* accepted; const StepState* state;
 };
 
+// Of the stated experts first .. first + e - 1 of a tensor the rows row .. row + n - 1 of k weights, into memory of the backend
+// laid out as Weight's kInt4.
+struct DrawExpertsArgs {
+  Stated stated; int first, row, e, n, k;
+  uint8_t* q;       // out [e, n, 16*ceil(k/32)], 16-byte aligned
+  uint16_t* scale;  // out [e, n, ceil(k/32)]
+};
+
 struct MemoryInfo { size_t allocated, peak; };
 
 // Blocks of host memory that were made resident: block i at data + i*pitch bytes.
@@ -295,7 +304,7 @@ class Backend {
   virtual void outside(const char* counter, const std::function<void(void* stream)>& work) = 0;
 
   // Kernel launches by name since the last reset (a replay counts what it launches). Every backend has these names and may have
-  // more: embed, linear_f32, linear_int4, linear_bf16, mla_prepare, mla_attention, mla_value, router, experts_f32, experts_int4,
+  // more: draw_experts, embed, linear_f32, linear_int4, linear_bf16, mla_prepare, mla_attention, mla_value, router, experts_f32, experts_int4,
   // experts_bf16, experts_int4_bf16 (a moe() call counts one of them by the kernel that ran; linear of INT4 under kBf16 is
   // linear_int4_bf16, the MLA operations under kBf16 are mla_prepare_bf16 and so on), unshard, checksum, select, tree_root,
   // tree_build, accept, kv_commit, record, record_tree; with a drafter gather_rows, draft_block, draft_prepare, draft_attention.
@@ -309,6 +318,7 @@ class Backend {
   virtual size_t tree_scratch(int vocab, int block_size, int budget) const = 0;
   virtual size_t commit_scratch(int n_layers, int rank, int rope, int max_rows) const = 0;
 
+  virtual void draw_experts(const DrawExpertsArgs&) = 0;  // at load time, before any step
   virtual void embed(const EmbedArgs&) = 0;
   virtual void rms_norm(float* out, const float* x, const float* w, float eps, int dim, int max_rows, const int32_t* n_rows) = 0;
   virtual void linear(const LinearArgs&) = 0;

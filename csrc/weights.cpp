@@ -42,6 +42,21 @@ LayerWeights load_layer(const Finder& find, const ModelConfig& c, int index) {
 
 }  // namespace
 
+Stated read_stated(const int64_t* v, const std::string& file, const std::string& name) {
+  const auto fail = [&](int i, const char* reason) {
+    throw Error("ConfigError", file + ": " + name + "[" + std::to_string(i) + "]: " + std::to_string(v[i]) + ": " + reason);
+  };
+  // The greatest scale drawn is below 32 times the least; both are normal numbers.
+  if (v[1] < 1 << 7 || v[1] > 249 << 7 || v[1] % 128 != 0) fail(1, "not the bits of a bf16 power of two from 2^-126 to 2^122");
+  int64_t room = kStatedLots;
+  for (int i = 2; i < 5; ++i) {
+    if (v[i] < 0 || v[i] > room) fail(i, "shares are not negative and at most 1024 in all");
+    room -= v[i];
+  }
+  return {static_cast<uint32_t>(v[0]), static_cast<uint32_t>(static_cast<uint64_t>(v[0]) >> 32), static_cast<uint16_t>(v[1]),
+          static_cast<int32_t>(v[2]), static_cast<int32_t>(v[3]), static_cast<int32_t>(v[4])};
+}
+
 ModelWeights load_weights(Backend& backend, const KdtrView& file, const ModelConfig& c, Precision precision, Ranks ranks) {
   ModelWeights w{};
   const Finder find(backend, file, precision, ranks, w.resident);

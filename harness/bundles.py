@@ -94,12 +94,12 @@ def ensure(
 
 def update_lock(configs: Sequence[str] | None = None, *, say: Say = lambda line: None) -> list[str]:
     """Pin what the sources make; the names whose pins changed. Bundles whose config is gone are dropped."""
-    known = recipe.names()
+    known = recipe.names(scale=True)
     before = read_lock() if LOCK.exists() else {}
     pins = {name: pin for name, pin in before.items() if name in known}
     folder = cache_folder()
     folder.mkdir(parents=True, exist_ok=True)
-    for name in configs or known:
+    for name in configs or recipe.names():
         with _owned(folder, name, say):
             generate.write(name, _path(folder, name))
             pins[name] = pin_of(_path(folder, name))
@@ -220,7 +220,9 @@ def main(argv: Sequence[str]) -> int:
         description="Regenerate bundles from refs/ where they are missing, and check them against refs/bundles.lock.",
         epilog="exit status: 0 all are as pinned, 1 one differs from the lock, 3 a wrong config, file or argument",
     )
-    parser.add_argument("configs", nargs="*", metavar="CONFIG", help="default: all of refs/configs/")
+    parser.add_argument(
+        "configs", nargs="*", metavar="CONFIG", help="default: all of refs/configs/, those of real sizes excepted"
+    )
     parser.add_argument("--out", type=Path, metavar="DIR", help="default: the cache (KDTREE_BUNDLES or bundles/)")
     parser.add_argument("--update-lock", action="store_true", help="pin what the sources make; for maintainers")
     parser.add_argument("--json", action="store_true", help="paths and hashes as JSON on standard output")

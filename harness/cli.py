@@ -82,6 +82,7 @@ def test(argv: Sequence[str]) -> int:
     parser.add_argument("--ranks", action="append", default=[], help="so many ranks, all configs; may be repeated")
     parser.add_argument("--run-dir", help="where the ledger goes (default: reports/<run id>)")
     parser.add_argument("--cell-timeout", type=float, help="seconds one cell may take")
+    parser.add_argument("--scale", action="store_true", help="with the configs of real sizes (docs/bundles.md)")
     options, rest = parser.parse_known_args(argv)
     import pytest
 
@@ -92,6 +93,7 @@ def test(argv: Sequence[str]) -> int:
     arguments += [item for count in options.ranks for item in ("--ranks", count)]
     arguments += ["--run-dir", options.run_dir] if options.run_dir else []
     arguments += ["--cell-timeout", str(options.cell_timeout)] if options.cell_timeout else []
+    arguments += ["--scale"] if options.scale else []
     status = int(pytest.main([*arguments, *rest]))
     return status if status in (PASSED, FAILED, INCOMPLETE) else INFRASTRUCTURE
 
@@ -109,13 +111,14 @@ def matrix(argv: Sequence[str]) -> int:
     parser.add_argument("-k", metavar="EXPR", default="", help="only the cells that this chooses")
     parser.add_argument("--device", action="append", choices=("cpu", "cuda"), help="default: cpu; may be repeated")
     parser.add_argument("--ranks", action="append", type=int, help="cells of so many ranks alone; may be repeated")
+    parser.add_argument("--scale", action="store_true", help="with the configs of real sizes")
     options = parser.parse_args(argv)
     from dataclasses import asdict
 
     from harness.matrix import MatrixError, of_run, select
 
     try:
-        points = of_run(options.device or ["cpu"], ranks=options.ranks or ())
+        points = of_run(options.device or ["cpu"], ranks=options.ranks or (), scale=options.scale)
         points = select(points, options.k) if options.k else points
     except MatrixError as error:
         print(f"kdtree matrix: {error}", file=sys.stderr)

@@ -21,16 +21,21 @@ class GpuTooSmall(Exception):
 
 
 def session_bytes(config: str) -> int:
-    """Upper bound on the device memory of one session of a config: all weights as float32, cache, logits, scratch."""
+    """Upper bound on the device memory of one session of a config: its weights in the widest precision, cache, logits,
+    scratch."""
     from refs import recipe  # numpy: for runs on a GPU alone
 
     found = recipe.load(config)
     model, run = found.model, found.run
-    weights = sum(math.prod(shape) for shape in model.shapes().values())
+    width = {"f32": 4, "bf16": 2, "u8": 1}
+    weights = max(
+        sum(math.prod(shape) * width[kind] for shape, kind in model.stored(precision).values())
+        for precision in found.precisions
+    )
     rows = max(65, run.budget + 1)
     cache = (model.max_context + rows) * model.num_layers * (model.kv_lora_rank + model.qk_rope_head_dim)
     logits = (rows + 2 * run.max_tokens + 2) * model.vocab_size  # a step's, the recorded ones, the draft table's
-    return 4 * (weights + cache + logits) + SCRATCH_BYTES
+    return weights + 4 * (cache + logits) + SCRATCH_BYTES
 
 
 def workers_that_fit(gpus: Sequence[Gpu], configs: Iterable[str], wanted: int) -> int:

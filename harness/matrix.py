@@ -19,6 +19,8 @@ from harness.sources import ROOT
 
 CONFIGS = ROOT / "refs" / "configs"
 PRECISIONS = ("fp32", "int4")
+SCALE = "scale"
+"""The folder below the configs with those of real sizes, which run only when asked for."""
 DECODERS = ("ar", "ddtree")
 DEVICES = ("cpu", "cuda")
 DRAFTERS = ("oracle", "noisy", "hostile")
@@ -87,22 +89,29 @@ def _config(path: Path) -> dict[str, Any]:
     return content
 
 
+def _own_or_base(path: Path, get: Callable[[dict[str, Any]], Any]) -> Any:
+    content = _config(path)
+    value = get(content)
+    if value is None and "base" in content:
+        value = get(_config(path.with_name(f"{content['base']}.yaml")))
+    return value
+
+
+def _names(path: Path, field: str, names: Any) -> tuple[str, ...]:
+    if not isinstance(names, list) or not all(isinstance(n, str) and _NAME.fullmatch(n) for n in names):
+        raise MatrixError(f"{path}: {field}: is {names!r}, not a list of names made of a-z, 0-9 and _")
+    if len(set(names)) != len(names):
+        raise MatrixError(f"{path}: {field}: {names} names one twice")
+    return tuple(names)
+
+
 def drafters(path: Path) -> tuple[str, ...]:
     """The ``run.drafters`` of a config file: its own, its base's, or the default ones.
 
     Raises MatrixError naming the file and the field. Everything else in the file is for `refs.recipe` to judge.
     """
-    content = _config(path)
-    names = content["run"].get("drafters")
-    if names is None and "base" in content:
-        names = _config(path.with_name(f"{content['base']}.yaml"))["run"].get("drafters")
-    if names is None:
-        return DRAFTERS
-    if not isinstance(names, list) or not all(isinstance(n, str) and _NAME.fullmatch(n) for n in names):
-        raise MatrixError(f"{path}: run.drafters: is {names!r}, not a list of names made of a-z, 0-9 and _")
-    if len(set(names)) != len(names):
-        raise MatrixError(f"{path}: run.drafters: {names} names one twice")
-    return tuple(names)
+    names = _own_or_base(path, lambda content: content["run"].get("drafters"))
+    return DRAFTERS if names is None else _names(path, "run.drafters", names)
 
 
 def divides(path: Path, ranks: int) -> bool:
@@ -123,21 +132,37 @@ def divides(path: Path, ranks: int) -> bool:
         return True
 
 
-def rankable(ranks: int, folder: Path = CONFIGS) -> tuple[str, ...]:
+def rankable(ranks: int, folder: Path = CONFIGS, *, scale: bool = False) -> tuple[str, ...]:
     """The configs that so many ranks can share, sorted. Raises MatrixError."""
-    return tuple(name for name in configs(folder) if divides(folder / f"{name}.yaml", ranks))
+    return tuple(name for name, path in files(folder, scale=scale).items() if divides(path, ranks))
 
 
-def configs(folder: Path = CONFIGS) -> dict[str, tuple[str, ...]]:
-    """Drafters by config, sorted by name. Raises MatrixError without a single config, or for a broken one."""
+def config_precisions(path: Path) -> tuple[str, ...]:
+    """The ``precisions`` of a config file, as `drafters` for its drafters."""
+    names = _own_or_base(path, lambda content: content.get("precisions"))
+    return PRECISIONS if names is None else _names(path, "precisions", names)
+
+
+def files(folder: Path = CONFIGS, *, scale: bool = False) -> dict[str, Path]:
+    """The config files by name, sorted; with ``scale`` those of real sizes too. Raises MatrixError without any."""
     found = {}
-    for path in sorted(folder.glob("*.yaml")):
+    for path in sorted([*folder.glob("*.yaml"), *(folder.glob(f"{SCALE}/*.yaml") if scale else ())]):
         if not _NAME.fullmatch(path.stem):
             raise MatrixError(f"{path}: a config's name is made of a-z, 0-9 and _")
-        found[path.stem] = drafters(path)
+        found[path.stem] = path
     if not found:
         raise MatrixError(f"{folder}: holds no config (*.yaml)")
     return found
+
+
+def configs(folder: Path = CONFIGS, *, scale: bool = False) -> dict[str, tuple[str, ...]]:
+    """Drafters by config. Raises MatrixError without a single config, or for a broken one."""
+    return {name: drafters(path) for name, path in files(folder, scale=scale).items()}
+
+
+def is_large(config: str) -> bool:
+    """Whether a config is one of real sizes."""
+    return (CONFIGS / SCALE / f"{config}.yaml").exists()
 
 
 def expected(
@@ -147,14 +172,19 @@ def expected(
     precisions: Sequence[str] = PRECISIONS,
     ranks: Sequence[int] = (1,),
     ranked: Mapping[int, Sequence[str]] | None = None,
+    scale: bool = False,
 ) -> list[Point]:
     """Every point of the axes; those that share a bundle and a precision stand together.
 
+    A config that names ``precisions`` has cells in those alone. ``scale``: with the configs of real sizes.
     ``ranked``: the configs that several ranks run, by their number; without it they run all.
     """
     if not devices:
         raise MatrixError("no device to run on: name one with --device")
-    table = configs() if config_drafters is None else config_drafters
+    table, own = config_drafters, {}
+    if table is None:
+        table = configs(scale=scale)
+        own = {name: config_precisions(path) for name, path in files(scale=scale).items()}
     return [
         Point(precision, decoder, config, drafter, device, count)
         for config in table
@@ -162,20 +192,24 @@ def expected(
         for count in ranks
         if count == 1 or ranked is None or config in ranked.get(count, ())
         for precision in precisions
+        if precision in own.get(config, precisions)
         for decoder in DECODERS
         for drafter in (table[config] if decoder == "ddtree" else ("",))
     ]
 
 
-def of_run(devices: Sequence[str], *, gpus: int = 0, ranks: Sequence[int] = (), shared: bool = True) -> list[Point]:
+def of_run(
+    devices: Sequence[str], *, gpus: int = 0, ranks: Sequence[int] = (), shared: bool = True, scale: bool = False
+) -> list[Point]:
     """The cells of a run: with ``ranks`` those of so many ranks, of every config that they can share.
 
     Without it one rank runs everything; and, if the engine can be ``shared``, `RANKED_CONFIGS` run on two CPU ranks and
-    on 2, 4 and 8 GPUs where there are so many.
+    on 2, 4 and 8 GPUs where there are so many. ``scale``: with the configs of real sizes.
     """
     if ranks:
-        return expected(devices, ranks=ranks, ranked={count: rankable(count) for count in ranks})
-    found = expected(devices)
+        ranked = {count: rankable(count, scale=scale) for count in ranks}
+        return expected(devices, ranks=ranks, ranked=ranked, scale=scale)
+    found = expected(devices, scale=scale)
     for device in devices if shared else ():
         counts = (2,) if device == "cpu" else tuple(n for n in GPU_RANKS if n <= gpus)
         found += expected([device], ranks=counts, ranked=dict.fromkeys(counts, RANKED_CONFIGS))

@@ -24,7 +24,7 @@ from harness import ledger as ledgers
 from harness.cells import INFRASTRUCTURE, Cell, Verdict, exit_status
 from harness.gpu_share import give
 from harness.ledger import LedgerError
-from harness.matrix import MatrixError, parse
+from harness.matrix import SCALE, MatrixError, is_large, parse
 from harness.prepare import Infrastructure, plan, points_of, usable_devices
 from harness.run import Run
 from harness.runner import Runner, describe
@@ -33,7 +33,7 @@ from harness.sources import ROOT
 MATRIX = ROOT / "tests" / "test_matrix.py"
 NAMES = ("test_cell", "test_matrix.py", "tests")
 """What every cell is also called in a ``-k`` expression."""
-CELL_SECONDS = 120.0
+CELL_SECONDS, SCALE_CELL_SECONDS = 120.0, 900.0
 RUN = pytest.StashKey[Run | None]()
 OBSTACLE = pytest.StashKey[str]()
 """Why the run cannot start."""
@@ -49,7 +49,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--ranks", action="append", type=int, default=[], help="so many ranks, all configs; may be repeated"
     )
     group.addoption("--run-dir", type=Path, help="where the ledger goes (default: reports/<run id>)")
-    group.addoption("--cell-timeout", type=float, default=CELL_SECONDS, help="seconds one cell may take")
+    group.addoption("--cell-timeout", type=float, help="seconds one cell may take (default: 120; with --scale 900)")
+    group.addoption("--scale", action="store_true", help="with the configs of real sizes (docs/bundles.md)")
     group.addoption("--host-name", default=socket.gethostname(), help="how the ledger names this machine")
 
 
@@ -95,7 +96,8 @@ def _make_run(config: pytest.Config) -> Run | None:
     devices, note = usable_devices(engine, config.getoption("--device"), config.getoption("--require-device"))
     try:
         ranks = config.getoption("--ranks")
-        chosen = plan(engine, devices, ranks=ranks, ids=ids, expression=expression, names=NAMES)
+        scale = config.getoption("--scale")
+        chosen = plan(engine, devices, ranks=ranks, ids=ids, expression=expression, names=NAMES, scale=scale)
     except Infrastructure:
         explicit = any(str(argument).partition("::")[0].endswith(MATRIX.name) for argument in config.args)
         if explicit or not expression:
@@ -120,6 +122,8 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     try:
         run = config.stash[RUN] = _make_run(config)
         wanted = config.getoption("numprocesses", None)
+        if wanted and config.getoption("--scale"):
+            config.option.dist = "loadgroup"
         if run is not None and run.gpus and wanted:
             if not isinstance(wanted, int):
                 wanted = config.hook.pytest_xdist_auto_num_workers(config=config)
@@ -163,7 +167,7 @@ def pytest_handlecrashitem(crashitem: str, report: Any, sched: Any) -> None:
     if run is None or f"{MATRIX.name}::" not in crashitem:
         return
     runner = Runner(run.plan.engine, {}, seconds=0, host=run.host, worker=report.node.gateway.id)
-    point = parse(crashitem[crashitem.index("[") + 1 : -1])
+    point = parse(crashitem[crashitem.index("[") + 1 : crashitem.rindex("]")])
     record = runner.blank(point, Verdict.ERROR, "the worker died in this cell")
     try:
         ledgers.record(record, run.run_dir)
@@ -193,12 +197,16 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
                 metafunc.config.getoption("--engine"), metafunc.config.getoption("--device"), []
             )
             engine, ranks = metafunc.config.getoption("--engine"), metafunc.config.getoption("--ranks")
-            ids = [point.id for point in points_of(engine, devices, ranks)]
+            scale = metafunc.config.getoption("--scale")
+            ids = [point.id for point in points_of(engine, devices, ranks, scale=scale)]
         except (Infrastructure, MatrixError) as error:
             raise pytest.UsageError(str(error)) from error
     else:
         ids = []
-    metafunc.parametrize("cell", ids, ids=ids)
+    # One worker runs all cells of the large configs: two would hold their weights twice.
+    alone = pytest.mark.xdist_group(SCALE)
+    cells = [pytest.param(id, marks=alone if is_large(parse(id).config) else ()) for id in ids]
+    metafunc.parametrize("cell", cells, ids=ids)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -224,6 +232,8 @@ def cell_run(pytestconfig: pytest.Config) -> Iterator[CellRun]:
     worker = os.environ.get("PYTEST_XDIST_WORKER", "")
     bundles = {config: Path(path) for config, path in handed["bundles"].items()}
     seconds = pytestconfig.getoption("--cell-timeout")
+    if seconds is None:
+        seconds = SCALE_CELL_SECONDS if pytestconfig.getoption("--scale") else CELL_SECONDS
     runner = Runner(
         handed["engine"], bundles, seconds=seconds, host=pytestconfig.getoption("--host-name"), worker=worker
     )

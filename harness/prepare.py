@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from harness import host_memory
 from harness.engines import create, registered
 from harness.environment import survey
 from harness.matrix import DEVICES, MatrixError, Point, of_run, select
@@ -52,12 +53,12 @@ def usable_devices(engine: str, asked: Sequence[str], required: Sequence[str]) -
     return tuple(sorted(wanted, key=DEVICES.index)), note
 
 
-def points_of(engine: str, devices: Sequence[str], ranks: Sequence[int] = ()) -> list[Point]:
+def points_of(engine: str, devices: Sequence[str], ranks: Sequence[int] = (), *, scale: bool = False) -> list[Point]:
     """The cells of a run on this machine. Raises MatrixError; Infrastructure for more ranks than GPUs."""
     gpus = len(survey().gpus) if "cuda" in devices else 0
     if ranks and "cuda" in devices and max(ranks) > max(gpus, 1):
         raise Infrastructure(f"--ranks {max(ranks)}: there are {gpus} GPUs here, and every rank needs one")
-    return of_run(devices, gpus=gpus, ranks=ranks, shared=engine == "csrc")
+    return of_run(devices, gpus=gpus, ranks=ranks, shared=engine == "csrc", scale=scale)
 
 
 def plan(
@@ -68,15 +69,18 @@ def plan(
     ids: Sequence[str] = (),
     expression: str = "",
     names: Sequence[str] = (),
+    scale: bool = False,
 ) -> Plan:
     """The expected cells: all, or those that ``ids`` name, of them those that ``expression`` chooses.
+
+    ``scale``: all are those of real sizes too.
 
     Raises Infrastructure for a broken config, an unknown engine, or a choice that leaves nothing.
     """
     try:
         if engine.partition(":")[0] not in registered():
             raise Infrastructure(f"no engine is named {engine!r}; known: {', '.join(sorted(registered()))}")
-        points = points_of(engine, devices, ranks)
+        points = points_of(engine, devices, ranks, scale=scale)
         chosen: list[Point] = points
         if ids:
             unknown = sorted(set(ids) - {point.id for point in points})
@@ -96,6 +100,10 @@ def prepare(engine: str, points: Sequence[Point], say: Say) -> dict[str, Path]:
 
     Raises Infrastructure.
     """
+    try:
+        host_memory.check(points)
+    except host_memory.TooLittleMemory as error:
+        raise Infrastructure(str(error)) from error
     for device in dict.fromkeys(point.device for point in points):
         try:
             create(engine, device)

@@ -20,7 +20,7 @@ from harness.engines import create
 from harness.golden import Golden
 from harness.gpu import is_sticky
 from harness.limit import CellTimeout, limit
-from harness.matrix import Point
+from harness.matrix import Point, is_large, parse
 from harness.protocol import DeviceError, Engine, NonFiniteError, OutOfMemory, Session
 from harness.trace.command import first_divergence
 from harness.widths import rows_of
@@ -46,7 +46,8 @@ class Runner:
     def rerun_line(self, id: str) -> str:
         """The line that runs one cell alone."""
         engine = "" if self._name == "csrc" else f" --engine {self._name}"
-        return f"nox -s test -- -k {id}{engine}"
+        scale = " --scale" if is_large(parse(id).config) else ""
+        return f"nox -s test -- -k {id}{engine}{scale}"
 
     def blank(self, point: Point, verdict: Verdict, detail: str) -> Cell:
         """A record without checks."""

@@ -18,8 +18,8 @@ from harness.golden import Golden
 from harness.protocol import F32, Session
 
 MAX_ROWS = 65  # a budget of 64 and the root
-PATHS = 6
-DEPTH = 8
+PATHS, DEPTH = 6, 8
+FEW_PATHS, FEW_DEPTH = 3, 4  # where a config names its widths, because each row is dear
 COMMIT_EVERY = 8
 
 Prefix = tuple[int, ...]
@@ -45,10 +45,10 @@ class Tree:
     """The path that steps on from there by one token."""
 
 
-def _draw_paths(depth: int, rng: np.random.Generator, vocab: int) -> list[Prefix]:
+def _draw_paths(count: int, depth: int, rng: np.random.Generator, vocab: int) -> list[Prefix]:
     """Random paths below the root that share beginnings."""
     paths: list[Prefix] = []
-    for _ in range(PATHS):
+    for _ in range(count):
         shared = paths[rng.integers(len(paths))][: rng.integers(depth + 1)] if paths else ()
         paths.append((*shared, *rng.integers(vocab, size=depth - len(shared)).tolist()))
     return paths
@@ -81,22 +81,24 @@ def _grow(children: dict[Prefix, list[Prefix]], width: int, rng: np.random.Gener
 
 
 def draw(golden: Golden, seed: int) -> tuple[list[Prefix], list[Tree]]:
-    """The random paths below a root of the golden run, and a tree over them for every width 1..65.
+    """The random paths below a root of the golden run, and a tree over them for every width 1..65 or the config's own.
 
     Where the context ends at the root there is width 1 alone.
     """
     rng = np.random.default_rng(seed)
     committed = int(rng.integers(len(golden.tokens)))
     context, root = (*golden.prompt, *golden.tokens[:committed]), golden.tokens[committed]
-    depth = min(DEPTH, golden.field("max_context") - len(context) - 1)  # the root needs one position
-    paths = _draw_paths(depth, rng, golden.field("vocab_size"))
+    few = tuple(golden.meta["run"].get("widths", ()))
+    count, most = (FEW_PATHS, FEW_DEPTH) if few else (PATHS, DEPTH)
+    depth = min(most, golden.field("max_context") - len(context) - 1)  # the root needs one position
+    paths = _draw_paths(count, depth, rng, golden.field("vocab_size"))
     prefixes = dict.fromkeys(path[:length] for path in paths for length in range(depth + 1))
     children: dict[Prefix, list[Prefix]] = {prefix: [] for prefix in prefixes}
     for prefix in prefixes:
         if prefix:
             children[prefix[:-1]].append(prefix)
     trees = []
-    for width in range(1, (MAX_ROWS if depth > 0 else 1) + 1):
+    for width in (few or range(1, MAX_ROWS + 1)) if depth > 0 else (1,):
         rows, parents = _grow(children, width, rng)
         inner = [row for row, path in enumerate(rows) if children[path]]
         commit = -1

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from refs import checkpoint
+from refs import checkpoint, counter
 from refs.drafter_config import TAPS, DrafterConfig
 from refs.errors import ConfigError
 from refs.exact import Draws
@@ -31,7 +31,9 @@ def prompt(recipe: Recipe, attempt: int) -> tuple[int, ...]:
 
 
 def weights(recipe: Recipe, attempt: int) -> dict[str, npt.NDArray[np.generic]]:
-    """Every tensor of docs/model.md, the experts in both precisions."""
+    """Every tensor that the file holds; drawn or trained experts in both precisions, counted ones in INT4 alone."""
+    if recipe.weights.counter:
+        return counter.weights(recipe)
     out: dict[str, npt.NDArray[np.generic]] = {}
     trained = checkpoint.weights(recipe.weights.checkpoint, recipe.model) if recipe.weights.checkpoint else {}
     for name, shape in recipe.model.shapes().items():

@@ -66,11 +66,11 @@ def contract(a: F, b: F, summation: Summation = tree_sum) -> F:
     return out
 
 
-def matmul(x: F, wt: F, summation: Summation = tree_sum) -> F:
-    """[M, K] times [K, N] -> [M, N]; both of one type."""
+def matmul(x: F, wt: F, summation: Summation = tree_sum, *, block: int = BLOCK) -> F:
+    """[M, K] times [K, N] -> [M, N]; both of one type. ``block``: elements of a product held at once."""
     k, n = wt.shape
     xt = np.ascontiguousarray(x.T)[:, :, None]
-    columns = max(1, min(n, BLOCK // k))
+    columns = max(1, min(n, block // k))
     parts = [contract(xt, wt[:, None, c : c + columns], summation) for c in range(0, n, columns)]
     return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
 

@@ -18,8 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from refs import draw, kdtr, recipe
-from refs.config import PRECISIONS
+from refs import counter, draw, kdtr, recipe
 from refs.drafters import DFLASH
 from refs.edges import EDGES
 from refs.errors import RefError
@@ -49,12 +48,15 @@ class Result:
     goldens: Mapping[str, Golden]
 
 
-def generate(wanted: Recipe) -> Result:
-    """Draw until every margin and every edge of the recipe holds; `GenerateError` names what never did."""
+def generate(wanted: Recipe, tensors: Mapping[str, Array] | None = None) -> Result:
+    """Draw until every margin and every edge of the recipe holds; `GenerateError` names what never did.
+
+    ``tensors``: the weights where they do not depend on the attempt and are there already.
+    """
     reasons: dict[str, int] = {}
     for attempt in range(ATTEMPTS):
         try:
-            return _attempt(wanted, attempt)
+            return _attempt(wanted, attempt, tensors)
         except Rejected as reason:
             kind = str(reason).split(" margin ")[0]
             reasons[kind] = reasons.get(kind, 0) + 1
@@ -62,26 +64,27 @@ def generate(wanted: Recipe) -> Result:
     raise GenerateError(f"{wanted.name}: none of {ATTEMPTS} attempts can be used: {listed}")
 
 
-def _attempt(wanted: Recipe, attempt: int) -> Result:
-    fields, tensors = _fields(wanted), draw.weights(wanted, attempt)
+def _attempt(wanted: Recipe, attempt: int, made: Mapping[str, Array] | None) -> Result:
+    fields, tensors = _fields(wanted), made or draw.weights(wanted, attempt)
     prompt = draw.prompt(wanted, attempt)
-    exact = {p: Model(fields, tensors, p, file=wanted.name) for p in PRECISIONS}
-    unstopped = {p: emitted(exact[p], wanted, prompt) for p in PRECISIONS}
+    exact = {p: Model(fields, tensors, p, file=wanted.name) for p in wanted.precisions}
+    rows = {p: emitted(exact[p], wanted, prompt) for p in wanted.precisions}
+    unstopped = {p: tokens for p, (tokens, _) in rows.items()}
     eos = _eos(wanted, unstopped)
     goldens = {}
-    for precision in PRECISIONS:
+    for precision in wanted.precisions:
         models = {"exact": exact[precision]} | {
             order: Model(fields, tensors, precision, np.float32, summation=order, file=wanted.name)
             for order in SUMMATIONS
         }
-        goldens[precision] = compute(wanted, models, precision, attempt, prompt, unstopped[precision], eos)
+        goldens[precision] = compute(wanted, models, precision, attempt, prompt, *rows[precision], eos)
         tokens = goldens[precision].tokens
         if len(set(tokens)) * DISTINCT_SHARE < len(tokens):
             raise Rejected(f"{precision}: output goes round in circles")
     _check_precisions_differ(goldens)
     result = Result(wanted, attempt, eos, tensors, goldens)
     for edge in wanted.edges:
-        for precision in PRECISIONS:
+        for precision in wanted.precisions:
             if not EDGES[edge](result, precision):
                 raise Rejected(f"{precision}: edge {edge} is not shown")
     return result
@@ -97,7 +100,7 @@ def _eos(wanted: Recipe, unstopped: Mapping[str, tuple[int, ...]]) -> int:
         return wanted.model.eos_id
     places = [{token: out.index(token) for token in out} for out in unstopped.values()]
     block = wanted.run.block_size
-    for token in unstopped["fp32"]:
+    for token in unstopped[wanted.precisions[0]]:
         at = [place.get(token, -1) for place in places]
         if wanted.run.eos == "first" and at == [0] * len(at):
             return token
@@ -108,7 +111,9 @@ def _eos(wanted: Recipe, unstopped: Mapping[str, tuple[int, ...]]) -> int:
 
 
 def _check_precisions_differ(goldens: Mapping[str, Golden]) -> None:
-    a, b = (goldens[p] for p in PRECISIONS)
+    if not {"fp32", "int4"} <= goldens.keys():
+        return
+    a, b = goldens["fp32"], goldens["int4"]
     least = 2 * MULTIPLE * max(a.noise["logits"], b.noise["logits"])
     if not float(np.abs(a.logits[0] - b.logits[0]).max()) > least:
         raise Rejected("the precisions' logits differ by less than the tolerance")
@@ -127,7 +132,7 @@ def meta(result: Result) -> dict[str, Any]:
         "multiple": MULTIPLE,
         "noise": {p: dict(g.noise) for p, g in result.goldens.items()},
         "purpose": result.recipe.purpose,
-        "run": {key: run[key] for key in kept},
+        "run": {key: run[key] for key in kept} | ({"widths": run["widths"]} if run["widths"] else {}),
         "tolerance": {p: {k: MULTIPLE * v for k, v in g.noise.items()} for p, g in result.goldens.items()},
     }
 
@@ -168,8 +173,21 @@ def _padded(rows: list[tuple[int, ...]], width: int) -> Array:
 
 def write(name: str, path: Path) -> Result:
     """Generate the bundle of the recipe ``name`` and write it, whole or not at all."""
-    result = generate(recipe.load(name))
-    kdtr.write(path, *layout(result))
+    wanted = recipe.load(name)
+    if not wanted.weights.counter:
+        result = generate(wanted)
+        kdtr.write(path, *layout(result))
+        return result
+    # The weights go to the disk first and are mapped from there, so that no model is too large for memory.
+    model = path.with_name(f".{path.name}.model.part")
+    try:
+        kdtr.write_parts(
+            model, wanted.model.fields(), counter.declared(wanted), lambda name: counter.parts(wanted, name)
+        )
+        result = generate(wanted, kdtr.read(model).tensors)
+        kdtr.write(path, *layout(result))
+    finally:
+        model.unlink(missing_ok=True)
     return result
 
 

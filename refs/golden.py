@@ -53,17 +53,15 @@ class Golden:
     """How often two scores between which a choice had to be made were exactly equal."""
 
 
-def emitted(model: Model, recipe: Recipe, prompt: Sequence[int]) -> tuple[int, ...]:
-    """AR without EOS, one step after the other."""
+def emitted(model: Model, recipe: Recipe, prompt: Sequence[int]) -> tuple[tuple[int, ...], dict[str, F]]:
+    """AR without EOS, one step after the other: the tokens, and every tap's rows for the prompt and them."""
     run = recipe.run
-    model.reset()
-    row = model.prefill(prompt)[-1]
+    parts = [model.taps(prompt, operations=True)]
     out: list[int] = []
-    while True:
-        out.append(choose(row, model.length - 1, run.temperature, run.seed))
-        if len(out) == run.max_tokens:
-            return tuple(out)
-        row = model.step(out[-1])
+    while len(out) < run.max_tokens:
+        out.append(choose(parts[-1]["logits"][-1], model.length - 1, run.temperature, run.seed))
+        parts.append(model.taps(out[-1:], operations=True, reset=False))
+    return tuple(out), {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
 
 def compute(
@@ -73,15 +71,17 @@ def compute(
     attempt: int,
     prompt: tuple[int, ...],
     unstopped: tuple[int, ...],
+    rows: Mapping[str, F],
     eos: int,
 ) -> Golden:
-    """All of one precision's goldens. ``models``: ``exact`` in float64, and one in float32 for each summation.
+    """All of one precision's goldens. ``models``: ``exact`` in float64, and one in float32 for each summation;
+    ``unstopped`` and ``rows`` as `emitted` gives them.
 
     `Rejected` if a decision hangs on less than the noise.
     """
     run = recipe.run
     tokens = unstopped[: unstopped.index(eos) + 1] if eos in unstopped else unstopped
-    taps = models["exact"].taps([*prompt, *tokens], operations=True)
+    taps = {name: value[: len(prompt) + len(tokens)] for name, value in rows.items()}
     logits = taps["logits"][len(prompt) - 1 :]
     rough = {order: models[order].taps([*prompt, *tokens], operations=True) for order in SUMMATIONS}
     noise, router_noise = _noise(rough, taps)

@@ -14,7 +14,7 @@ import re
 import struct
 import tempfile
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ ORDER = 0x01020304
 HEADER = struct.Struct("<4sIIIQIIQI20s")
 FIELD = struct.Struct("<48sII8s")
 TENSOR = struct.Struct("<80sII4QQQII")
+PART = 1 << 22  # elements written at a time
 MAX_FIELDS = 256
 MAX_TENSORS = 1_048_576
 ALIGN = 64
@@ -156,12 +157,48 @@ def _dtype_name(name: str, array: Array, file: str) -> str:
 
 def write(path: str | os.PathLike[str], fields: Mapping[str, int | float], tensors: Mapping[str, Array]) -> None:
     """Write the file under a temporary name beside ``path`` and rename it, so that it is there whole or not at all."""
+    declared = {name: (_dtype_name(name, array, os.fspath(path)), array.shape) for name, array in tensors.items()}
+
+    def parts(name: str) -> Iterator[Array]:
+        array = np.ascontiguousarray(tensors[name]).reshape(-1)
+        for at in range(0, array.size, PART):
+            yield array[at : at + PART]
+
+    write_parts(path, fields, declared, parts)
+
+
+def write_parts(
+    path: str | os.PathLike[str],
+    fields: Mapping[str, int | float],
+    declared: Mapping[str, tuple[str, tuple[int, ...]]],
+    parts: Callable[[str], Iterable[Array]],
+) -> None:
+    """As `write`, for tensors that never are in memory whole: ``declared`` by type and shape, made part by part."""
     target = Path(path)
-    data = encode(fields, tensors, str(target))
-    fd, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".part")
+    entries = layout(declared, len(fields), str(target))
+    data_offset = len(encode_head(fields, entries, str(target)))
+    fd, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name.removeprefix('.')}.", suffix=".part")
     try:
         with os.fdopen(fd, "wb") as out:
-            out.write(data)
+            end = data_offset
+            out.seek(end)
+            for i, e in enumerate(entries):
+                out.write(b"\0" * (e.offset - end))
+                crc = size = 0
+                for part in parts(e.name):
+                    data = (
+                        np.ascontiguousarray(part)
+                        .astype(_DTYPES[DTYPE_CODES[e.dtype]], copy=False)
+                        .reshape(-1)
+                        .view(np.uint8)
+                    )
+                    crc, size = zlib.crc32(data.data, crc), size + data.size
+                    out.write(data.data)
+                if size != e.size:
+                    raise KdtrError(str(target), f"tensor {e.name!r}", f"its parts have {size} bytes, not {e.size}")
+                entries[i], end = replace(e, crc=crc), e.offset + e.size
+            out.seek(0)
+            out.write(encode_head(fields, entries, str(target)))
             out.flush()
             os.fsync(out.fileno())
         os.chmod(temporary, 0o644)  # mkstemp's 0600 would hide the file from other users of a shared cache

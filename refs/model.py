@@ -8,6 +8,7 @@ keys in logical order in chunks of 64, where a key that is not there counts as a
 from __future__ import annotations
 
 import itertools
+import math
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -22,10 +23,13 @@ from refs.dflash import Drafter
 from refs.drafter_config import of_file, split
 from refs.elementary import F
 from refs.errors import ContextOverflow, DrafterError, NonFiniteError, RequestError, TokenError
-from refs.exact import SUMMATIONS, contract, matmul, matmul_chosen, silu, sum_last
+from refs.exact import SUMMATIONS, contract, silu, sum_last
 from refs.rope import cos_sin, rotate, softmax_scale
 from refs.router import route
+from refs.streamed import StreamedWeights
 from refs.weights import Weights
+
+HELD_WEIGHTS = 1 << 28  # a larger model's weights are converted as they are used; the results are the same
 
 
 class Model:
@@ -57,7 +61,9 @@ class Model:
         self.precision, self.absorbed = precision, absorbed
         self.dtype: np.dtype[np.floating[Any]] = np.dtype(dtype)
         self._sum = SUMMATIONS[summation]
-        self._w = Weights(self.config, tensors, precision, self.dtype, file)
+        weights = sum(math.prod(shape) for shape in self.config.shapes().values())
+        kind: type[StreamedWeights | Weights] = StreamedWeights if weights > HELD_WEIGHTS else Weights
+        self._w = kind(self.config, tensors, precision, self.dtype, file)
         self._scale = softmax_scale(self.config)
         self._rope = cos_sin(self.config, 0).astype(self.dtype)
         self._latent = [np.zeros((0, self.config.kv_lora_rank), self.dtype) for _ in range(self.config.num_layers)]
@@ -152,9 +158,13 @@ class Model:
             raise RequestError(f"layer {layer} is not in 0..{self.config.num_layers - 1}")
         return self._latent[layer][: self.length].copy(), self._k_rope[layer][: self.length].copy()
 
-    def taps(self, tokens: Sequence[int], *, operations: bool = False) -> dict[str, F]:
-        """Reset, prefill ``tokens``; ``embed``, ``layers.I.out``, ``logits`` and, asked for, every operation's rows."""
-        self.reset()
+    def taps(self, tokens: Sequence[int], *, operations: bool = False, reset: bool = True) -> dict[str, F]:
+        """Reset, prefill ``tokens``; ``embed``, ``layers.I.out``, ``logits`` and, asked for, every operation's rows.
+
+        Without ``reset`` the tokens follow those that are there.
+        """
+        if reset:
+            self.reset()
         self._tap = {}
         try:
             logits = self.prefill(tokens)
@@ -210,7 +220,7 @@ class Model:
         return out
 
     def _linear(self, x: F, name: str) -> F:
-        return matmul(x, self._w[name], self._sum)
+        return self._w.linear(x, name, self._sum)
 
     def _forward(self, tokens: Index, depths: Index, keys: Index) -> F:
         c, m = self.config, tokens.size
@@ -219,7 +229,7 @@ class Model:
         if int(positions.max()) >= self._rope.shape[0]:
             count = min(self.context, 2 * (int(positions.max()) + 1))
             self._rope = cos_sin(c, count).astype(self.dtype)
-        x: F = self._w["embed"][tokens]
+        x: F = self._w.embed(tokens)
         self._note("embed", x)
         self._tapped = []
         for layer in range(c.num_layers):
@@ -284,10 +294,10 @@ class Model:
         for name, value in (("router_logits", logits), ("ids", ids.astype(self.dtype)), ("weights", weights)):
             self._note(at + "moe." + name, value)
         chosen, rows = ids.reshape(-1), np.repeat(b, k, axis=0)
-        gate = matmul_chosen(rows, self._w[at + "experts.gate"], chosen, self._sum)
-        act = silu(gate) * matmul_chosen(rows, self._w[at + "experts.up"], chosen, self._sum)
+        gate = self._w.chosen(rows, at + "experts.gate", chosen, self._sum)
+        act = silu(gate) * self._w.chosen(rows, at + "experts.up", chosen, self._sum)
         self._note(at + "moe.act", act.reshape(m, -1))
-        down = matmul_chosen(act, self._w[at + "experts.down"], chosen, self._sum).reshape(m, k, -1)
+        down = self._w.chosen(act, at + "experts.down", chosen, self._sum).reshape(m, k, -1)
         out = np.zeros_like(b)
         for j in range(k):
             out = out + weights[:, j, None] * down[:, j]

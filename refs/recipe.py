@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import yaml
 
 from refs import checkpoint
-from refs.config import ModelConfig
+from refs.config import PRECISIONS, ModelConfig
 from refs.drafter_config import DrafterConfig
 from refs.drafters import DFLASH, DRAFTERS
 from refs.edges import EDGES
@@ -21,6 +21,8 @@ from refs.errors import ConfigError
 from refs.rope import ramp_edges, rotation
 
 CONFIGS = Path(__file__).parent / "configs"
+SCALE = "scale"
+"""The folder below the configs with those of real sizes, made and run only when asked for."""
 EOS_RULES = ("none", "first", "mid_path")
 Section = TypeVar("Section")
 
@@ -44,6 +46,12 @@ class WeightOptions:
     """Share of the groups that hold nothing but +amax and -amax, so that 7 and -8 are both reached."""
     outlier_channels: int = 0
     """Input channels of the experts that are much larger than the others, in the activations and in the weights."""
+    loud_group_share: float = 0.0
+    """Share of the groups whose scale is 16 times the others'; of counted weights alone."""
+    counter: bool = False
+    """Weights are counted: bf16-exact, row by row, the experts INT4 (`refs.counter`). Gains become powers of two."""
+    stated: bool = False
+    """Of counted weights: the file holds what the experts are drawn from, not the experts (docs/model.md)."""
     one_hot_ties: bool = False
     """Router and lm_head rows have one non-zero and come in pairs, so that ties are exact in any summation order."""
 
@@ -63,6 +71,8 @@ class RunOptions:
     """Rows of the draft tables; 0: one for each token that can be drafted. Rows beyond those draft what never comes."""
     draft_step: float = 0.0
     """Draft logits are rounded to multiples of this, which makes ties; 0: not."""
+    widths: tuple[int, ...] = ()
+    """Verify widths that a cell holds against AR; none: every one from 1 to 65."""
     eos: str = "none"
     """``first``: the first token emitted is declared EOS; ``mid_path``: one inside an accepted path."""
     temperature: float = 0.0
@@ -80,26 +90,33 @@ class Recipe:
     """Its weights are drawn, or the checkpoint's; it drafts where ``run.drafters`` names dflash."""
     weights: WeightOptions
     run: RunOptions
+    precisions: tuple[str, ...]
+    """Those that goldens are made for."""
     exact_ties: bool
     """Ties are the purpose: a margin of exactly zero is no fault."""
     edges: tuple[str, ...]
     """Names of `refs.edges`, each of which the goldens must show."""
 
 
-def names() -> list[str]:
-    """All recipes, sorted."""
-    return sorted(path.stem for path in CONFIGS.glob("*.yaml"))
+def names(*, scale: bool = False) -> list[str]:
+    """All recipes, sorted; those of real sizes only with ``scale``."""
+    found = {path.stem for path in CONFIGS.glob("*.yaml")}
+    return sorted(found | ({path.stem for path in CONFIGS.glob(f"{SCALE}/*.yaml")} if scale else set()))
 
 
 def load(name: str, folder: Path = CONFIGS) -> Recipe:
     """The recipe ``name``; `ConfigError` if there is none or it breaks the schema."""
     path = folder / f"{name}.yaml"
+    if not path.exists() and (folder / SCALE / path.name).exists():
+        folder = folder / SCALE
+        path = folder / path.name
     raw = _read(path)
     if "base" in raw:
         base = folder / f"{raw.pop('base')}.yaml"
         below = _read(base)
         if "base" in below:
             raise ConfigError(f"{path}: base: {base.name} has a base itself")
+        raw.setdefault("precisions", below.get("precisions", list(PRECISIONS)))
         for section in ("model", "drafter", "weights", "run"):
             if section == "drafter" and section not in {*raw, *below}:
                 continue
@@ -123,6 +140,9 @@ def load(name: str, folder: Path = CONFIGS) -> Recipe:
     run = _parse(RunOptions, _section(raw, "run", path), f"{path}: run")
     weights = _parse(WeightOptions, _section(raw, "weights", path), f"{path}: weights")
     edges = _texts(raw.get("edges", []), EDGES, f"{path}: edges")
+    precisions = _texts(raw.get("precisions", list(PRECISIONS)), PRECISIONS, f"{path}: precisions")
+    if not precisions:
+        raise ConfigError(f"{path}: precisions: names none")
     _check_run(run, model, f"{path}: run")
     if (DFLASH in run.drafters) != (drafter is not None):
         raise ConfigError(f"{path}: run: drafters: {DFLASH} is named if and only if there is a section drafter")
@@ -130,8 +150,12 @@ def load(name: str, folder: Path = CONFIGS) -> Recipe:
         raise ConfigError(f"{path}: weights: checkpoint: trained weights are not drawn; give no other option")
     if weights.checkpoint and not all(file.is_file() for file in checkpoint.files(weights.checkpoint)):
         raise ConfigError(f"{path}: weights: checkpoint: {weights.checkpoint!r}: refs/ has no such folder of weights")
+    if weights.stated and not weights.counter:
+        raise ConfigError(f"{path}: weights: stated: only counted weights can be stated; set counter too")
+    if weights.counter and "fp32" in precisions:
+        raise ConfigError(f"{path}: precisions: counted experts are INT4 alone; leave fp32 out")
     _check_ramp(model, f"{path}: model")
-    return Recipe(name, " ".join(raw["purpose"].split()), model, drafter, weights, run, exact_ties, edges)
+    return Recipe(name, " ".join(raw["purpose"].split()), model, drafter, weights, run, precisions, exact_ties, edges)
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -139,7 +163,7 @@ def _read(path: Path) -> dict[str, Any]:
         raw = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(
-            f"{path}: file: cannot be read: {error.strerror}; known configs: {', '.join(names())}"
+            f"{path}: file: cannot be read: {error.strerror}; known configs: {', '.join(names(scale=True))}"
         ) from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: file: no YAML: {' '.join(str(error).split())}") from error
@@ -182,7 +206,7 @@ def _parse(cls: type[Section], raw: dict[str, Any], where: str) -> Section:
         kind = str(fields[name].type)
         if name == "drafters":
             found[name] = _texts(value, (*DRAFTERS, DFLASH), f"{where}: {name}")
-        elif name == "prompt":
+        elif name in ("prompt", "widths"):
             if not isinstance(value, list) or any(type(token) is not int for token in value):
                 raise ConfigError(f"{where}: {name}: {value!r} is not a list of integers")
             found[name] = tuple(value)
@@ -210,6 +234,7 @@ def _check_run(run: RunOptions, model: ModelConfig, where: str) -> None:
         ("prompt", all(0 <= t < model.vocab_size for t in run.prompt), "a token lies outside the vocabulary"),
         ("prompt_length", run.prompt_length >= 0, "negative"),
         ("max_tokens", run.max_tokens >= 1, "less than 1"),
+        ("widths", all(1 <= width <= 65 for width in run.widths), "a width is not in 1..65"),
         ("block_size", run.block_size >= 1, "less than 1"),
         ("budget", run.budget >= 0, "negative"),
         ("draft_rows", run.draft_rows >= 0, "negative"),

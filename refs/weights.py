@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from refs.config import ModelConfig
-from refs.elementary import F
+from refs.elementary import F32, F
 from refs.errors import MissingTensor
+from refs.exact import Summation, matmul, matmul_chosen
 from refs.quant import dequantise
+from refs.stated import Stated, draw
 
-KDTR_TYPES = {"f32": np.dtype("<f4"), "bf16": np.dtype("<u2"), "u8": np.dtype("u1")}
+KDTR_TYPES = {"f32": np.dtype("<f4"), "bf16": np.dtype("<u2"), "u8": np.dtype("u1"), "i64": np.dtype("<i8")}
+Index = npt.NDArray[np.int64]
 
 
 class Weights:
@@ -32,16 +36,12 @@ class Weights:
         file: str,
     ) -> None:
         self._held: dict[str, F] = {}
-        for name, (shape, kind) in config.stored(precision).items():
-            if name not in tensors:
-                raise MissingTensor(f"{file}: {name}: precision {precision} needs this tensor and it is not there")
-            found = tensors[name]
-            if found.shape != shape or found.dtype != KDTR_TYPES[kind]:
-                raise MissingTensor(f"{file}: {name}: is {found.dtype} {found.shape}, must be {kind} {shape}")
+        check(config, tensors, precision, file)
         for name, shape in config.shapes().items():
             base = name.removesuffix(".w")
             if precision == "int4" and ".experts." in name:
-                value: npt.NDArray[Any] = dequantise(tensors[base + ".qw"], tensors[base + ".sc"], shape[-1])
+                every = (expert(tensors, base, e, range(shape[1]), shape[2]) for e in range(shape[0]))
+                value: npt.NDArray[Any] = np.stack(list(every))
             else:
                 value = tensors[name]
             wide: F = value.astype(dtype)
@@ -58,3 +58,39 @@ class Weights:
 
     def __getitem__(self, name: str) -> F:
         return self._held[name]
+
+    def embed(self, tokens: Index) -> F:
+        """[M, D]"""
+        return self._held["embed"][tokens]
+
+    def linear(self, x: F, name: str, summation: Summation) -> F:
+        """[M, K] times a matrix -> [M, N]."""
+        return matmul(x, self._held[name], summation)
+
+    def chosen(self, x: F, name: str, ids: Index, summation: Summation) -> F:
+        """Row j of [J, K] times expert ``ids[j]`` -> [J, N]."""
+        return matmul_chosen(x, self._held[name], ids, summation)
+
+
+def check(config: ModelConfig, tensors: Mapping[str, npt.NDArray[Any]], precision: str, file: str) -> None:
+    """`MissingTensor` unless every tensor is there that ``precision`` needs, with its shape and type."""
+    for name, (shape, kind) in config.stored(precision).items():
+        stem, _, suffix = name.rpartition(".")
+        if suffix in ("qw", "sc") and stem + ".draw" in tensors:
+            name, shape, kind = stem + ".draw", (5,), "i64"
+        if name not in tensors:
+            raise MissingTensor(f"{file}: {name}: precision {precision} needs this tensor and it is not there")
+        found = tensors[name]
+        if found.shape != shape or found.dtype != KDTR_TYPES[kind]:
+            raise MissingTensor(f"{file}: {name}: is {found.dtype} {found.shape}, must be {kind} {shape}")
+
+
+_drawn = lru_cache(maxsize=8192)(draw)  # of real sizes at most 1 MiB each; every model of a bundle asks for the same
+
+
+def expert(tensors: Mapping[str, npt.NDArray[Any]], stem: str, index: int, rows: range, k: int) -> F32:
+    """Neighbouring rows [rows, k] of an INT4 expert's matrix, stored or stated; exact."""
+    if stem + ".draw" in tensors:
+        return dequantise(*_drawn(Stated.of(tensors[stem + ".draw"]), index, rows, k), k)
+    part = slice(rows.start, rows.stop)
+    return dequantise(tensors[stem + ".qw"][index, part], tensors[stem + ".sc"][index, part], k)

@@ -1,31 +1,17 @@
 // The choice of each row: argmax, or a Gumbel draw keyed by seed, position and token (docs/model.md).
 #include <cmath>
 
+#include "../philox.h"
 #include "backend.h"
 
 namespace kdtree::cpu {
 namespace {
 
-// First word of Philox-4x32-10 (Salmon et al., SC 2011) for counter (c0, c1, 0, 0).
-uint32_t philox(uint32_t c0, uint32_t c1, uint32_t k0, uint32_t k1) {
-  uint32_t c2 = 0, c3 = 0;
-  for (int round = 0; round < 10; ++round) {
-    const uint64_t a = static_cast<uint64_t>(c0) * 0xD2511F53u, b = static_cast<uint64_t>(c2) * 0xCD9E8D57u;
-    c0 = static_cast<uint32_t>(b >> 32) ^ c1 ^ k0;
-    c1 = static_cast<uint32_t>(b);
-    c2 = static_cast<uint32_t>(a >> 32) ^ c3 ^ k1;
-    c3 = static_cast<uint32_t>(a);
-    k0 += 0x9E3779B9u;
-    k1 += 0xBB67AE85u;
-  }
-  return c0;
-}
-
 int sample(const float* logits, int vocab, double temperature, uint32_t position, uint32_t seed_lo, uint32_t seed_hi) {
   int best = 0;
   double best_value = -INFINITY;
   for (int v = 0; v < vocab; ++v) {
-    const double u = (philox(static_cast<uint32_t>(v), position, seed_lo, seed_hi) + 0.5) / 4294967296.0;
+    const double u = (philox(static_cast<uint32_t>(v), position, 0, 0, seed_lo, seed_hi).w[0] + 0.5) / 4294967296.0;
     const double value = logits[v] / temperature - std::log(-std::log(u));
     if (value > best_value) {
       best = v;

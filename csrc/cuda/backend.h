@@ -49,6 +49,7 @@ class CudaBackend final : public Backend {
   size_t tree_scratch(int vocab, int block_size, int budget) const override;
   size_t commit_scratch(int n_layers, int rank, int rope, int max_rows) const override;
 
+  void draw_experts(const DrawExpertsArgs& a) override;
   void embed(const EmbedArgs& a) override;
   void rms_norm(float* out, const float* x, const float* w, float eps, int dim, int max_rows, const int32_t* n_rows) override;
   void linear(const LinearArgs& a) override;

@@ -2,6 +2,7 @@
 //
 // A block a row and slice of the vocabulary; with more than one slice a second launch takes the best of the slices. The greatest
 // value and the lowest index among equals do not depend on how a row is cut. Bytes: V logits a row, once.
+#include "../philox.h"
 #include "backend.h"
 #include "fault.cuh"
 
@@ -42,19 +43,6 @@ __device__ Pick block_best(Pick mine) {
   return mine;
 }
 
-// First word of Philox-4x32-10 for counter (c0, c1, 0, 0).
-__device__ __forceinline__ uint32_t philox(uint32_t c0, uint32_t c1, uint32_t key0, uint32_t key1) {
-  uint32_t c2 = 0, c3 = 0;
-#pragma unroll
-  for (int round = 0; round < 10; ++round) {
-    const uint32_t high0 = __umulhi(0xD2511F53u, c0), low0 = 0xD2511F53u * c0;
-    const uint32_t high1 = __umulhi(0xCD9E8D57u, c2), low1 = 0xCD9E8D57u * c2;
-    c0 = high1 ^ c1 ^ key0, c1 = low1, c2 = high0 ^ c3 ^ key1, c3 = low0;
-    key0 += 0x9E3779B9u, key1 += 0xBB67AE85u;
-  }
-  return c0;
-}
-
 struct SelectParams {
   const float* logits;
   int vocab;
@@ -85,7 +73,7 @@ __global__ __launch_bounds__(kThreads) void select_kernel(const __grid_constant_
     mine.bad |= isfinite(logit) ? 0 : 1;
     double value = static_cast<double>(logit);
     if constexpr (SAMPLE) {
-      const double u = (philox(static_cast<uint32_t>(v), position, p.state->seed_lo, p.state->seed_hi) + 0.5) / 4294967296.0;
+      const double u = (philox(static_cast<uint32_t>(v), position, 0, 0, p.state->seed_lo, p.state->seed_hi).w[0] + 0.5) / 4294967296.0;
       value = value / p.temperature - log(-log(u));
     }
     if (value > mine.value) mine.value = value, mine.index = v;  // a thread sees its indices ascending

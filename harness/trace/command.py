@@ -136,7 +136,9 @@ def main(argv: Sequence[str]) -> int:
 
     try:
         point = parse(options.cell)
-        if point not in expected([point.device], ranks=[point.ranks], ranked={point.ranks: rankable(point.ranks)}):
+        if point not in expected(
+            [point.device], ranks=[point.ranks], ranked={point.ranks: rankable(point.ranks, scale=True)}, scale=True
+        ):
             raise MatrixError(f"{point.id} is no cell of the matrix; `kdtree matrix --list` shows their ids")
         path = prepare(options.engine, [point], say)[point.config]
         golden = Golden.open(path, point.precision)

@@ -48,7 +48,29 @@ def test_what_is_no_id_is_refused(id: str) -> None:
 
 
 def test_the_drafters_read_here_are_those_that_the_bundles_are_made_with() -> None:
-    assert matrix.configs() == {name: recipe.load(name).run.drafters for name in recipe.names()}
+    names = recipe.names(scale=True)
+    assert matrix.configs(scale=True) == {name: recipe.load(name).run.drafters for name in names}
+    found = {name: matrix.config_precisions(path) for name, path in matrix.files(scale=True).items()}
+    assert found == {name: recipe.load(name).precisions for name in names}
+
+
+def test_large_configs_are_expected_only_when_asked_for() -> None:
+    plain, large = matrix.expected(), matrix.expected(scale=True)
+    more = [point for point in large if point not in plain]
+    assert [point for point in large if point in plain] == plain
+    assert (
+        {point.config for point in more}
+        == {"k26_layer", "k26_slice"}
+        == set(filter(matrix.is_large, matrix.configs(scale=True)))
+    )
+    assert {point.precision for point in more} == {"int4"}
+    assert recipe.names() == list(matrix.configs())
+
+
+def test_a_config_has_cells_in_its_own_precisions_alone() -> None:
+    points = [point for point in matrix.expected() if point.config in ("stated", "tiny")]
+    assert {point.precision for point in points if point.config == "stated"} == {"int4"}
+    assert {point.precision for point in points if point.config == "tiny"} == set(matrix.PRECISIONS)
 
 
 def test_listing_the_matrix_imports_nothing_heavy() -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from refs import sampling
 from refs.errors import NonFiniteError
+from refs.philox import philox
 
 
 @pytest.mark.parametrize(
@@ -21,18 +22,17 @@ from refs.errors import NonFiniteError
 )
 def test_philox_gives_the_published_words(counter: str, key: str, want: str) -> None:
     """The known-answer vectors of Random123 for philox4x32 with 10 rounds."""
-    words = [np.array([int(w, 16) for w in text.split()], np.uint32) for text in (counter, key, want)]
-    assert sampling.philox4x32(words[0], words[1]).tolist() == words[2].tolist()
-    stacked = sampling.philox4x32(np.stack([words[0]] * 3), words[1])
-    assert stacked.tolist() == [words[2].tolist()] * 3
+    c, k, words = ([int(w, 16) for w in text.split()] for text in (counter, key, want))
+    assert [int(word) for word in philox((c[0], c[1], c[2], c[3]), k[0] | k[1] << 32)] == words
+    spread = philox((np.array([5, c[0]]), np.full((3, 1), c[1]), c[2], c[3]), k[0] | k[1] << 32)
+    assert [word[:, 1].tolist() for word in spread] == [[word] * 3 for word in words]
 
 
 def test_noise_is_keyed_by_token_position_and_both_halves_of_the_seed() -> None:
     seed = 0x0123456789ABCDEF
     noise = sampling.gumbel(5, 77, seed)
-    key = np.array([0x89ABCDEF, 0x01234567], np.uint32)
     for v in range(5):
-        word = int(sampling.philox4x32(np.array([v, 77, 0, 0], np.uint32), key)[0])
+        word = int(philox((v, 77, 0, 0), seed)[0])
         u = (word + 0.5) / 2**32
         assert noise[v] == pytest.approx(-math.log(-math.log(u)), rel=1e-14, abs=1e-14)
     for other in (sampling.gumbel(5, 78, seed), sampling.gumbel(5, 77, seed + 1), sampling.gumbel(5, 77, seed + 2**32)):

@@ -1,0 +1,107 @@
+"""The weights of a model too large to be held in float64: converted, dequantised or drawn as they are used.
+
+Guarantee: the same bits as `refs.weights.Weights`, because an output's sum depends on its row and column alone; whole
+outputs are what threads share.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from refs.config import ModelConfig
+from refs.elementary import F
+from refs.exact import Summation, matmul, tree_sum
+from refs.weights import Index, check, expert
+
+COLUMNS = 256  # outputs whose weights are converted at a time, by one thread
+TILE = 16  # outputs whose products are held at once
+THREADS = 8  # at most: more wait for Python's lock
+Item = TypeVar("Item")
+
+
+class StreamedWeights:
+    """As `Weights`, over tensors that may be mapped from a file."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        tensors: Mapping[str, npt.NDArray[Any]],
+        precision: str,
+        dtype: npt.DTypeLike,
+        file: str,
+    ) -> None:
+        check(config, tensors, precision, file)
+        self._config, self._tensors, self._precision = config, tensors, precision
+        self._type: np.dtype[Any] = np.dtype(dtype)
+        self._shapes = config.shapes()
+
+    def __getitem__(self, name: str) -> F:
+        """As `Weights` holds it, the experts excepted; whole, so not what a forward pass asks for of a large matrix."""
+        stem, _, last = name.rpartition(".")
+        if last in ("w_uk", "w_uv"):
+            c = self._config
+            heads = self._tensors[stem + ".kv_b.w"].reshape(c.num_heads, -1, c.kv_lora_rank).astype(self._type)
+            nope = c.qk_nope_head_dim
+            half = heads[:, :nope].transpose(1, 0, 2) if last == "w_uk" else heads[:, nope:].transpose(2, 0, 1)
+            return np.ascontiguousarray(half)
+        value: F = self._tensors[name if name in self._shapes else name + ".w"].astype(self._type)
+        return value if value.ndim == 1 or name == "embed" else np.ascontiguousarray(value.T)
+
+    def embed(self, tokens: Index) -> F:
+        """[M, D]"""
+        return self._tensors["embed.w"][tokens].astype(self._type)
+
+    def linear(self, x: F, name: str, summation: Summation) -> F:
+        """[M, K] times a matrix -> [M, N]."""
+        w = self._tensors[name + ".w"]
+        out = np.empty((x.shape[0], w.shape[0]), self._type)
+
+        def part(first: int) -> None:
+            rows = w[first : first + COLUMNS]
+            out[:, first : first + COLUMNS] = _product(x, rows, summation)
+
+        _share(part, range(0, w.shape[0], COLUMNS))
+        return out
+
+    def chosen(self, x: F, name: str, ids: Index, summation: Summation) -> F:
+        """Row j of [J, K] times expert ``ids[j]`` -> [J, N]."""
+        _, n, k = self._shapes[name + ".w"]
+        out = np.empty((x.shape[0], n), self._type)
+
+        def part(index: int) -> None:
+            rows = np.flatnonzero(ids == index)
+            for first in range(0, n, COLUMNS):
+                block = range(first, min(n, first + COLUMNS))
+                if self._precision == "int4":
+                    w = expert(self._tensors, name, index, block, k)
+                else:
+                    w = self._tensors[name + ".w"][index, first : block.stop]
+                out[rows, first : block.stop] = _product(x[rows], w, summation)
+
+        _share(part, np.unique(ids).tolist())
+        return out
+
+
+def _product(x: F, w: npt.NDArray[Any], summation: Summation) -> F:
+    """[M, K] times [N, K], transposed -> [M, N]; the bits of `matmul`."""
+    if summation is not tree_sum:
+        return matmul(x, w.T.astype(x.dtype, order="C"), summation, block=w.size)
+    # Sums along the rows as they lie: turning them over costs more than the few rows of x use them.
+    out = np.empty((x.shape[0], w.shape[0]), x.dtype)
+    for first in range(0, w.shape[0], TILE):
+        wide = w[first : first + TILE].astype(x.dtype)
+        for row, to in zip(x, out, strict=True):
+            to[first : first + TILE] = tree_sum((wide * row).T)
+    return out
+
+
+def _share(task: Callable[[Item], None], items: Iterable[Item]) -> None:
+    with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1)) as pool:
+        for done in pool.map(task, items):
+            del done  # an error of a task is raised here
