@@ -19,16 +19,19 @@ import resource
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
 from engine.hf_config import INNER_NORM_EPS, HfConfig, read_config
+from engine.hf_drafter import DrafterPlan, plan_drafter
 from engine.hf_slice import Selection
 from engine.hf_tensors import Plan, Planner
 from engine.kdtr_stream import KdtrStream, TargetBusy
 from engine.safetensors_reader import CheckpointError, fingerprint, open_checkpoint
 from engine.transfer import Progress, write_model
 from refs import kdtr
+from refs.drafter_config import TAPS
 from refs.errors import RefError
 
 DONE, REFUSED, INCOMPLETE, USAGE = 0, 1, 2, 3
@@ -62,6 +65,7 @@ def parser() -> argparse.ArgumentParser:
     p = _Parser(prog="kdtree import", description="A Hugging Face checkpoint as one KDTR model file (docs/import.md).")
     p.add_argument("source", type=Path, metavar="HF_DIR", help="directory with config.json and safetensors")
     p.add_argument("-o", "--output", type=Path, required=True, metavar="FILE.kdtr")
+    p.add_argument("--drafter", type=Path, metavar="DIR", help="a DFlash drafter's directory, put into the same file")
     p.add_argument("--layers", type=id_list, metavar="0-3", help="keep these layers only")
     p.add_argument("--experts", type=id_list, metavar="0-31", help="keep these routed experts only")
     p.add_argument("--quantize", choices=("int4", "both"), help="quantise float experts: in place of f32, or beside it")
@@ -113,12 +117,18 @@ def run(args: argparse.Namespace, out: TextIO, err: TextIO) -> int:
             ignore=frozenset(args.ignore_field),
         )
         plan = Planner(checkpoint, hf, Selection(args.layers, args.experts), args.quantize).plan()
+        fields, literals = plan.config.fields(), {}
+        if args.drafter:
+            drafter = plan_drafter(args.drafter, hf, plan.config, plan.layers, frozenset(args.ignore_field))
+            hf, plan = replace(hf, unread=hf.unread | drafter.unread), _joined(plan, drafter)
+            fields |= {"mask_id": drafter.mask_id, **drafter.config.fields()}
+            literals[TAPS] = drafter.taps
         summary = _summary(hf, plan, args)
-        literals = {"meta.json": json.dumps({"import": summary}, sort_keys=True).encode()}
-        tensors = plan.tensors | {name: ("u8", (len(data),)) for name, data in literals.items()}
+        literals["meta.json"] = json.dumps({"import": summary}, sort_keys=True).encode()
+        tensors = plan.tensors | {"meta.json": ("u8", (len(literals["meta.json"]),))}
         sources = fingerprint(p.source.path for pieces in plan.pieces.values() for p in pieces)
         identity = json.dumps([sources, {n: hashlib.sha256(d).hexdigest() for n, d in literals.items()}]).encode()
-        stream = KdtrStream(args.output, plan.config.fields(), tensors, identity)
+        stream = KdtrStream(args.output, fields, tensors, identity)
         for note in _notes(hf, plan):
             print(note, file=err)
         if not args.dry_run:
@@ -150,6 +160,11 @@ def run(args: argparse.Namespace, out: TextIO, err: TextIO) -> int:
     return DONE
 
 
+def _joined(plan: Plan, drafter: DrafterPlan) -> Plan:
+    """The model's plan with the drafter's tensors."""
+    return replace(plan, tensors=plan.tensors | drafter.tensors, pieces=plan.pieces | drafter.pieces)
+
+
 def _peak_rss() -> int:
     """The most bytes this process had resident; Linux's ``ru_maxrss`` counts the parent at the fork as well."""
     try:
@@ -179,6 +194,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
     if not args.source.is_dir():
         print(f"kdtree import: {args.source}: no such directory", file=sys.stderr)
+        return USAGE
+    if args.drafter and not args.drafter.is_dir():
+        print(f"kdtree import: {args.drafter}: no such directory", file=sys.stderr)
         return USAGE
     if not args.output.parent.is_dir():
         print(f"kdtree import: {args.output.parent}: no such directory", file=sys.stderr)

@@ -58,9 +58,10 @@ def order(fault: Fault, points: Sequence[Point]) -> list[str]:
     """Everything that may catch ``fault``, what is likely to first: cell ids, `LOADER` and `OPERATIONS`."""
 
     def rank(point: Point) -> tuple[int, ...]:
-        likely = [point.decoder == "ddtree"] if fault.group == "trees" else [point.decoder == "ar"]
+        likely = [point.decoder == "ddtree"] if fault.group in ("trees", "drafter") else [point.decoder == "ar"]
         precision = "int4" if fault.group in ("int4", "kernels") else "fp32"
-        drafter = ["noisy", "oracle", "hostile", ""].index(point.drafter) if point.drafter else 0
+        trust = ["dflash", "noisy", "oracle", "hostile"] if fault.group == "drafter" else ["noisy", "oracle", "hostile"]
+        drafter = trust.index(point.drafter) if point.drafter in trust else len(trust) if point.drafter else 0
         default = point.config != "tiny"
         return (not likely[0], drafter, point.precision != precision, default)
 

@@ -21,6 +21,7 @@ from harness.golden import Golden
 from harness.protocol import Session
 from refs import checkpoint, draw, kdtr, recipe
 from refs.config import PRECISIONS, ModelConfig
+from refs.drafter_config import of_file, split
 from refs.errors import CheckpointError
 from refs.quant import dequantise
 from training import corpus
@@ -40,7 +41,7 @@ LIMIT = 8 << 20
 @pytest.fixture(scope="module")
 def imported(tmp_path_factory: pytest.TempPathFactory) -> kdtr.Kdtr:
     out = tmp_path_factory.mktemp("text") / "text.kdtr"
-    assert importer.main([str(FOLDER), "-o", str(out), "--quantize", "both"]) == 0
+    assert importer.main([str(FOLDER), "--drafter", str(FOLDER / "drafter"), "-o", str(out), "--quantize", "both"]) == 0
     return kdtr.read(out)
 
 
@@ -75,9 +76,11 @@ def test_the_configs_are_those_that_were_trained() -> None:
 
 def test_importer_and_reference_read_the_same_model(imported: kdtr.Kdtr) -> None:
     wanted = recipe.load("text")
-    fields = {**imported.fields, "mask_id": wanted.model.mask_id}  # which the checkpoint's config cannot say
-    assert ModelConfig.of(fields, "imported") == wanted.model
-    tensors = {n: t for n, t in draw.weights(wanted, 0).items() if not n.startswith("drafter.")}
+    own, drafter = split(imported.fields)
+    model = ModelConfig.of(own, "imported")
+    assert model == wanted.model
+    assert of_file(drafter, imported.tensors, model, "imported") == wanted.drafter
+    tensors = draw.weights(wanted, 0)
     assert sorted([*tensors, "meta.json"]) == sorted(imported.tensors)
     for name, value in tensors.items():
         np.testing.assert_array_equal(value, imported.tensor(name), err_msg=name)
