@@ -27,6 +27,7 @@ PROJECT = nox.project.load_toml("pyproject.toml")["project"]
 def install(session: nox.Session, *extras: str, torch: bool = True) -> None:
     """Install the project's dependencies and ``extras``, unless this environment already got exactly them."""
     session.env.update({"PYTHONPATH": os.getcwd(), "PIP_DISABLE_PIP_VERSION_CHECK": "1"})
+    session.env["PYTHONDONTWRITEBYTECODE"] = ""  # a run starts dozens of interpreters; each would compile everything
     if session.virtualenv.venv_backend == "none":
         return
     wanted = [*PROJECT["dependencies"]]
@@ -49,7 +50,7 @@ def install(session: nox.Session, *extras: str, torch: bool = True) -> None:
 
 @nox.session
 def test(session: nox.Session) -> None:
-    """Build, bundles, the whole matrix and every other test; arguments go to pytest."""
+    """Build, bundles, the whole matrix and the other tests (``-- --all``: the slow ones too); arguments go to pytest."""
     install(session, "test", "remote")
     workers = [] if any(a.startswith("-n") for a in session.posargs) else ["-n", "auto"]
     session.run("python", "-m", "pytest", *workers, *session.posargs)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn, cast
@@ -40,9 +41,13 @@ COMMANDS = {
 }
 """Target and help by name."""
 
+READER_LEFT = 141
+"""What a shell reports of a program that SIGPIPE ended: nobody saw the whole answer, so it is none."""
+
 EXIT_STATUSES = (
     f"exit status: {PASSED} every expected cell passed, {FAILED} a cell failed, {INCOMPLETE} a cell did not run, "
-    f"{INFRASTRUCTURE} configuration or infrastructure (build, bundles, host, missing device, wrong arguments)"
+    f"{INFRASTRUCTURE} configuration or infrastructure (build, bundles, host, missing device, wrong arguments), "
+    f"{READER_LEFT} whoever read the output left before its end"
 )
 
 
@@ -147,14 +152,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.print_help(sys.stderr)
         return INFRASTRUCTURE
     try:
-        return _run(commands, parser.parse_args(arguments[:1]).command, arguments[1:])
+        status = _run(commands, parser.parse_args(arguments[:1]).command, arguments[1:])
+        sys.stdout.flush()
+        return status
     except SystemExit as end:
         # A command returns its status; what exits is its argument parser, and plain argparse's 2 for wrong arguments
         # would say that cells did not run.
         return PASSED if end.code in (None, PASSED) else INFRASTRUCTURE
-    except BrokenPipeError:  # the reader of a pipe has left
-        sys.stderr.close()
-        return PASSED
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is still buffered has nowhere to go
+        return READER_LEFT
     except KeyboardInterrupt:
         print("kdtree: interrupted", file=sys.stderr)
         return INCOMPLETE

@@ -31,6 +31,7 @@ from harness.cells import (
     exit_status,
     judge,
 )
+from harness.describe import rerun_line
 from harness.files import point, write_atomic
 from harness.ledger_format import LedgerError, cell_bytes, ledger_bytes, parse_cell, parse_ledger
 
@@ -128,7 +129,9 @@ def complete(ledger: Ledger, cells: Iterable[Cell]) -> Ledger:
             raise LedgerError(f"{ledger.run_id}: {cell.id}: recorded twice ({found[key].host} and {cell.host})")
         found[key] = cell
     for key in ((id, host) for id in ledger.expected for host in hosts):
-        found.setdefault(key, Cell(key[0], Verdict.NOT_RUN, detail="no worker recorded this cell", host=key[1]))
+        rerun = rerun_line(ledger.engine, key[0])
+        missing = Cell(key[0], Verdict.NOT_RUN, detail="no worker recorded this cell", host=key[1], rerun=rerun)
+        found.setdefault(key, missing)
     return replace(ledger, cells=tuple(found[key] for key in sorted(found)))
 
 

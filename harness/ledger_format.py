@@ -14,6 +14,7 @@ import typing
 from collections.abc import Mapping
 from dataclasses import asdict, fields, is_dataclass
 from enum import Enum
+from functools import cache
 from typing import Any, NoReturn, TypeVar
 
 from harness.cells import SCHEMA, Cell, Check, Ledger, Verdict, judge
@@ -100,15 +101,21 @@ def _inside(where: str, name: str) -> str:
     return f"{where}{name}" if where.endswith(" ") else f"{where}.{name}"
 
 
+@cache
+def _field_types(kind: type) -> dict[str, Any]:
+    """Types by field; kept, for resolving annotations costs more than all the rest of reading a history."""
+    hints = typing.get_type_hints(kind)
+    return {f.name: hints[f.name] for f in fields(kind)}
+
+
 def _decode_fields(kind: type, value: Any, where: str) -> Any:
     if not isinstance(value, dict):
         raise LedgerError(f"{where}: is {type(value).__name__}, not an object")
-    hints = typing.get_type_hints(kind)
-    names = [f.name for f in fields(kind)]
-    known = {*names, "ok"} if kind is Check else set(names)
+    declared = _field_types(kind)
+    known = {*declared, "ok"} if kind is Check else set(declared)
     for name in sorted(known ^ set(value)):
         raise LedgerError(f"{_inside(where, name)}: {'missing' if name in known else 'unknown field'}")
-    decoded = kind(**{name: _decode(hints[name], value[name], _inside(where, name)) for name in names})
+    decoded = kind(**{name: _decode(of, value[name], _inside(where, name)) for name, of in declared.items()})
     if isinstance(decoded, Check) and value["ok"] is not decoded.ok:
         raise LedgerError(
             f"{where}.ok: says {value['ok']!r}, but {decoded.value} against {decoded.allowed} is {decoded.ok}"

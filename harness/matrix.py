@@ -16,6 +16,7 @@ from typing import Any
 import yaml
 
 from harness.sources import ROOT
+from harness.yaml_nodes import SAFE
 
 CONFIGS = ROOT / "refs" / "configs"
 PRECISIONS = ("fp32", "int4")
@@ -81,7 +82,7 @@ def parse(id: str) -> Point:
 
 def _config(path: Path) -> dict[str, Any]:
     try:
-        content = yaml.safe_load(path.read_text("utf-8"))
+        content = yaml.load(path.read_text("utf-8"), SAFE)
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise MatrixError(f"{path}: {error}") from None
     if not isinstance(content, dict) or not isinstance(content.setdefault("run", {}), dict):

@@ -22,12 +22,13 @@ import pytest
 
 from harness import ledger as ledgers
 from harness.cells import INFRASTRUCTURE, Cell, Verdict, exit_status
+from harness.describe import describe
 from harness.gpu_share import give
 from harness.ledger import LedgerError
 from harness.matrix import SCALE, MatrixError, is_large, parse
 from harness.prepare import Infrastructure, plan, points_of, usable_devices
 from harness.run import Run
-from harness.runner import Runner, describe
+from harness.runner import Runner
 from harness.sources import ROOT
 
 MATRIX = ROOT / "tests" / "test_matrix.py"

@@ -16,11 +16,12 @@ from pathlib import Path
 from harness.cells import Cell, Findings, Verdict, judge
 from harness.checks import run_checks
 from harness.compare import exactly
+from harness.describe import rerun_line
 from harness.engines import create
 from harness.golden import Golden
 from harness.gpu import is_sticky
 from harness.limit import CellTimeout, limit
-from harness.matrix import Point, is_large, parse
+from harness.matrix import Point
 from harness.protocol import DeviceError, Engine, NonFiniteError, OutOfMemory, Session
 from harness.trace.command import first_divergence
 from harness.widths import rows_of
@@ -43,12 +44,6 @@ class Runner:
         self.device_lost = False
         """A device failed for good: this process can run no further cell on it."""
 
-    def rerun_line(self, id: str) -> str:
-        """The line that runs one cell alone."""
-        engine = "" if self._name == "csrc" else f" --engine {self._name}"
-        scale = " --scale" if is_large(parse(id).config) else ""
-        return f"nox -s test -- -k {id}{engine}{scale}"
-
     def blank(self, point: Point, verdict: Verdict, detail: str) -> Cell:
         """A record without checks."""
         return Cell(
@@ -58,7 +53,7 @@ class Runner:
             seed=point.seed,
             host=self._host,
             worker=self._worker,
-            rerun=self.rerun_line(point.id),
+            rerun=rerun_line(self._name, point.id),
         )
 
     def run(self, point: Point, on_hang: Callable[[Cell], None]) -> Cell:
@@ -157,20 +152,3 @@ def _key(point: Point) -> Key:
 def _close(session: Session) -> None:
     with contextlib.suppress(Exception):  # a session that failed may fail to close, and its cell is judged already
         session.close()
-
-
-def describe(cell: Cell) -> str:
-    """A failed cell for its reader: what, where first, how far, and how to see it again."""
-    lines = [f"{cell.id}: {cell.verdict.value}", f"  {cell.detail}"]
-    lines += [f"  also: {check.sentence}" for check in [c for c in cell.checks if not c.ok][1:7]]
-    if cell.divergence:
-        d = cell.divergence
-        lines.append(f"  first divergence: {d.detail or d.tap}")
-    if cell.bad_round:
-        b = cell.bad_round
-        lines.append(f"  round {b.round}: got    tokens {list(b.got.tokens)} parents {list(b.got.parents)}")
-        lines[-1] += f" accepted {list(b.got.accepted)}"
-        lines.append(f"  round {b.round}: golden tokens {list(b.want.tokens)} parents {list(b.want.parents)}")
-        lines[-1] += f" accepted {list(b.want.accepted)}"
-    lines += [f"  seed {cell.seed}, host {cell.host}, worker {cell.worker or 'main'}", f"  again: {cell.rerun}"]
-    return "\n".join(lines)

@@ -1,3 +1,3 @@
-"""Options, fixtures and the ledger come from the harness's own pytest plugin."""
+"""Options, fixtures and the ledger come from the harness's own pytest plugin; what is slow, from ``slow.py``."""
 
-pytest_plugins = ["harness.plugin"]
+pytest_plugins = ["harness.plugin", "tests.slow"]

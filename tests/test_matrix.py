@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from harness.cells import Verdict
+from harness.describe import describe
 from harness.plugin import CellRun
-from harness.runner import describe
 
 
 def test_cell(cell: str, cell_run: CellRun) -> None:

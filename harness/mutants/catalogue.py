@@ -18,6 +18,7 @@ from typing import Any
 import yaml
 
 from harness.sources import ROOT
+from harness.yaml_nodes import SAFE
 
 FAULTS = ROOT / "harness" / "mutants" / "faults"
 CSRC = ROOT / "csrc"
@@ -76,7 +77,7 @@ def load(folder: Path = FAULTS) -> list[Fault]:
 
 def _read(path: Path) -> Iterator[Fault]:
     try:
-        entries = yaml.safe_load(path.read_text("utf-8"))
+        entries = yaml.load(path.read_text("utf-8"), SAFE)
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise CatalogueError(f"{path}: {error}") from None
     if not isinstance(entries, list):

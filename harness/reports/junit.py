@@ -10,9 +10,9 @@ from collections.abc import Iterable
 from xml.etree import ElementTree
 
 from harness.cells import Cell, Ledger, Verdict
+from harness.describe import describe
 from harness.matrix import parse
 from harness.reports.view import legal
-from harness.runner import describe
 
 BROKE = frozenset({Verdict.ERROR, Verdict.TIMEOUT, Verdict.NOT_RUN})
 

@@ -9,14 +9,14 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from harness import gpu
 from harness.bench.cases import Case, cases, choose
 from harness.bench.operands import Bench
+from harness.environment import survey
 
 F64 = npt.NDArray[np.float64]
 
 
-@pytest.fixture(scope="module", params=["cpu"] if gpu.survey().reason else ["cpu", "cuda"])
+@pytest.fixture(scope="module", params=["cpu"] if survey().reason else ["cpu", "cuda"])
 def bench(request: pytest.FixtureRequest) -> Iterator[Bench]:
     with Bench(str(request.param)) as opened:
         yield opened

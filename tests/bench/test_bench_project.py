@@ -39,6 +39,7 @@ def test_a_command_that_hangs_is_ended() -> None:
         project.once(python("import time; time.sleep(60)"), os.environ, False, limit=0.2)
 
 
+@pytest.mark.slow
 def test_its_children_end_with_it(tmp_path: Path) -> None:
     lock = tmp_path / "held"
     holds = f"import fcntl, time; f = open({str(lock)!r}, 'w'); fcntl.flock(f, fcntl.LOCK_EX); "

@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import functools
-
 import pytest
 
-from harness import gpu
+from harness.environment import survey
 
 NEED_A_GPU = ["test_rows.py", "test_decoding.py", "test_backend.py"]
 
 
-@functools.cache
-def _survey() -> gpu.Survey:
-    return gpu.survey()
-
-
-collect_ignore = [] if _survey().gpus else NEED_A_GPU
+collect_ignore = [] if survey().gpus else NEED_A_GPU
 
 
 def pytest_report_header() -> str:
     """Which GPU is tested, or why the tests that need one are left out."""
-    seen = _survey()
+    seen = survey()
     names = ", ".join(f"{g.name} (sm_{g.arch})" for g in seen.gpus)
     return f"tests/cuda: on {names}" if names else f"tests/cuda: {', '.join(NEED_A_GPU)} left out: {seen.reason}"
 

@@ -74,6 +74,7 @@ Text = pytest.CaptureFixture[str]
 
 if environment.nvcc()[0]:  # where there is none, the test above is what can be shown
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(("source", "status", "word"), VERDICTS, ids=["clean", "spills", "warns"])
     def test_verdicts(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Text, source: str, status: int, word: str

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 
 from engine.library import library, named_errors
-from harness import gpu
+from harness.environment import survey
 
 Array = npt.NDArray[Any]
 F32 = npt.NDArray[np.float32]
@@ -39,7 +39,7 @@ STATE = [
 @functools.cache
 def devices() -> tuple[str, ...]:
     """The CPU, and CUDA where a GPU is usable."""
-    return ("cpu",) if gpu.survey().reason else ("cpu", "cuda")
+    return ("cpu",) if survey().reason else ("cpu", "cuda")
 
 
 class Rows:

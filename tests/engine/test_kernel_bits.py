@@ -7,7 +7,8 @@ import os
 import subprocess
 from pathlib import Path
 
-from harness.build import CSRC
+from harness.build import CSRC, ROOT
+from harness.environment import compiler
 from harness.toolchain import extension
 
 PINNED = "345670bfb66be15e"
@@ -15,13 +16,25 @@ PINNED = "345670bfb66be15e"
 golden tolerance and every CUDA kernel that follows the same order is concerned."""
 
 
-def test_every_instruction_set_has_the_pinned_bits(tmp_path: Path) -> None:
+def built() -> Path:
+    """The program, compiled if it is not there yet: what it was compiled from and with is in its name."""
     cpu = CSRC / "cpu"
     sources = [Path(__file__).with_name("kernel_bits.cpp"), cpu / "dispatch.cpp", *sorted(cpu.glob("isa_*.cpp"))]
-    program = tmp_path / "kernel_bits"
-    command = str(extension().get_cxx_compiler()).split()
-    command += ["-std=c++17", "-O1", "-ffp-contract=off", *map(str, sources), "-o", str(program)]
-    subprocess.run(command, check=True)
+    command = [*str(extension().get_cxx_compiler()).split(), "-std=c++17", "-O1", "-ffp-contract=off"]
+    key = hashlib.sha256(" ".join([*command, *compiler()]).encode())
+    for path in [*sources, *sorted(CSRC.rglob("*.h"))]:
+        key.update(path.read_bytes())
+    program = Path(os.environ.get("KDTREE_BUILD") or ROOT / "build") / f"kernel_bits-{key.hexdigest()[:20]}"
+    if not program.exists():
+        program.parent.mkdir(parents=True, exist_ok=True)
+        part = program.with_name(f".{program.name}.{os.getpid()}")
+        subprocess.run([*command, *map(str, sources), "-o", str(part)], check=True)
+        part.rename(program)
+    return program
+
+
+def test_every_instruction_set_has_the_pinned_bits() -> None:
+    program = built()
     environment = {name: value for name, value in os.environ.items() if name != "KDTREE_ISA"}
     lines = subprocess.run([program], env=environment, capture_output=True, text=True, check=True).stdout.splitlines()
     assert lines

@@ -14,22 +14,27 @@ from typing import Any
 import numpy as np
 import pytest
 
+import harness.runner
 from harness import engines, widths, wrong_engine
 from harness.cells import Cell, Verdict
+from harness.describe import describe
 from harness.matrix import Point
 from harness.protocol import F32, Decoded, DecodeRequest, DeviceError, NonFiniteError, OutOfMemory, Session
 from harness.reference_engine import ReferenceEngine, ReferenceSession
-from harness.runner import Runner, describe
+from harness.runner import Runner
 from harness.sources import ROOT
 from refs.model import Model
 
+WIDTHS = {"MAX_ROWS": widths.MAX_ROWS, "PATHS": widths.PATHS, "DEPTH": widths.DEPTH}
 AR, TREE = Point("fp32", "ar", "micro", "", "cpu"), Point("int4", "ddtree", "micro", "noisy", "cpu")
 
 
 @pytest.fixture(autouse=True)
-def few_widths(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One test below looks at all 65; the others need not pay for them."""
-    monkeypatch.setattr(widths, "MAX_ROWS", 9)
+def few_widths_and_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One test below looks at all 65 rows over all paths, and test_trace.py at traces; the others need neither."""
+    monkeypatch.setattr(harness.runner, "first_divergence", lambda *_: None)
+    for name, few in zip(WIDTHS, (9, 2, 4), strict=True):
+        monkeypatch.setattr(widths, name, few)
 
 
 def run(micro: Path, point: Point, engine: str = "reference", seconds: float = 60.0) -> Cell:
@@ -53,9 +58,9 @@ def test_the_reference_passes(micro: Path, point: Point) -> None:
     assert (cell.verdict, cell.detail) == (Verdict.PASS, "")
     assert cell.margin < 0.5
     assert max(cell.step_errors) < 1e-5
-    forwards = len(cell.acceptance) or 12
+    forwards = len(cell.acceptance) or 8
     assert cell.kernels == {f"reference.{point.precision}": 1 + forwards}  # the prefill, and nothing of other decodes
-    assert sum(cell.acceptance) == (12 if point.drafter else 0)
+    assert sum(cell.acceptance) == (8 if point.drafter else 0)
 
 
 def test_every_check_is_described(micro: Path) -> None:
@@ -174,7 +179,7 @@ TAMPERED: dict[str, tuple[Point, str, Callable[..., Any], Verdict, str]] = {
     "f64": (AR, "decode", lambda d, _: replace(d, logits=d.logits.astype(float)), Verdict.FAIL_SHAPE, "logits.shape"),
     "one token less": (AR, "decode", lambda d, _: replace(d, tokens=d.tokens[:-1]), Verdict.FAIL_SHAPE, "logits.shape"),
     "stop": (AR, "decode", lambda d, _: replace(d, stopped="eos"), Verdict.FAIL_TOKENS, "stopped"),
-    "forwards": (AR, "decode", lambda d, _: replace(d, forwards=11), Verdict.FAIL_ACCEPTANCE, "counts"),
+    "forwards": (AR, "decode", lambda d, _: replace(d, forwards=7), Verdict.FAIL_ACCEPTANCE, "counts"),
     "stream": (AR, "stream", lambda s, _: iter([*s][:-1]), Verdict.FAIL_TOKENS, "stream"),
     "draws": (AR, "decode", in_samples(other_token), Verdict.FAIL_TOKENS, "sampling.draws"),
     "step": (AR, "step", lambda row, _: bump(row), Verdict.FAIL_BITWISE, "steps"),
@@ -214,7 +219,8 @@ def test_each_check_fails_under_its_own_name(micro: Path, monkeypatch: pytest.Mo
 
 
 def test_every_width_up_to_65_is_verified_and_paths_are_committed(micro: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(widths, "MAX_ROWS", 65)
+    for name, all_of_them in WIDTHS.items():
+        monkeypatch.setattr(widths, name, all_of_them)
     seen: list[int] = []
     committed: list[int] = []
     verify, commit = ReferenceSession.verify, ReferenceSession.commit

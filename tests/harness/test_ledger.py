@@ -149,6 +149,7 @@ def test_a_run_from_its_records_to_its_ledger(tmp_path: Path) -> None:
         ledgers.record(cell(A, OFF), run)
     whole = ledgers.complete(ledger(expected=(A, B)), ledgers.collect(run))
     assert [(c.id, c.verdict) for c in whole.cells] == [(A, Verdict.PASS), (B, Verdict.NOT_RUN)]
+    assert whole.cells[1].rerun == f"nox -s test -- -k {B}"
     assert exit_status(whole) == ledgers.INCOMPLETE
     ledgers.write(whole, run)
     assert (

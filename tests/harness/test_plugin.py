@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -15,38 +16,52 @@ import pytest
 from harness import ledger as ledgers
 from harness.cells import Ledger, Verdict
 from harness.sources import ROOT
+from tests.harness.forked import Forks
 
+Command = Callable[..., subprocess.CompletedProcess[str]]
 EXAMPLE = Path(__file__).with_name("example_engine")
-CELL = "fp32-ddtree-tiny2-noisy-cpu"
+CELL = "fp32-ddtree-block1-noisy-cpu"
+ONE_BETWEEN = "ar-block1 or fp32-ddtree-block1-oracle"
+"""Three cells; the faults that strike in DDTree alone strike the second."""
 
 
-def start(*command: str, path: Path | None = None) -> subprocess.CompletedProcess[str]:
+@pytest.fixture
+def start(forks: Forks, tmp_path: Path) -> Command:
     """``python -m COMMAND`` as a user would, without what this test run put into the environment."""
-    own = ("PYTEST_", "KDTREE_THREADS")
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(own)}
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *([str(path)] if path else [])])
-    line = [sys.executable, "-m", *command]
-    return subprocess.run(line, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
+
+    def one(*command: str, path: Path | None = None) -> subprocess.CompletedProcess[str]:
+        own = ("PYTEST_", "KDTREE_THREADS")
+        environment = {name: value for name, value in os.environ.items() if not name.startswith(own)}
+        sites = [str(path)] if path else []
+        environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *sites])
+        return forks.run(tmp_path, *command, env=environment, path=sites)
+
+    return one
 
 
-def run(*arguments: str, path: Path | None = None) -> subprocess.CompletedProcess[str]:
+@pytest.fixture
+def run(start: Command) -> Command:
     """The matrix under pytest."""
-    return start("pytest", "tests/test_matrix.py", "-p", "no:cacheprovider", *arguments, path=path)
+
+    def one(*arguments: str, path: Path | None = None) -> subprocess.CompletedProcess[str]:
+        return start("pytest", "tests/test_matrix.py", "-p", "no:cacheprovider", *arguments, path=path)
+
+    return one
 
 
 def verdicts(ledger: Ledger) -> dict[str, str]:
     return {cell.id: cell.verdict.value for cell in ledger.cells}
 
 
-def test_a_passing_run_leaves_a_whole_ledger(tmp_path: Path) -> None:
+def test_a_passing_run_leaves_a_whole_ledger(run: Command, tmp_path: Path) -> None:
     run_dir = tmp_path / "reports" / "one"
-    arguments = ("--engine", "reference", "-k", "ar-tiny2", "-n", "1", "--run-dir", str(run_dir), "--host-name", "box")
+    arguments = ("--engine", "reference", "-k", "ar-block1", "-n", "1", "--run-dir", str(run_dir), "--host-name", "box")
     done = run(*arguments)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "2 of 2 expected cells passed (filter: ar-tiny2)" in done.stdout
+    assert "2 of 2 expected cells passed (filter: ar-block1)" in done.stdout
     assert f"ledger: {run_dir}/ledger.json" in done.stdout
     ledger = ledgers.read(tmp_path / "reports" / "latest")
-    assert verdicts(ledger) == {"fp32-ar-tiny2-cpu": "PASS", "int4-ar-tiny2-cpu": "PASS"}
+    assert verdicts(ledger) == {"fp32-ar-block1-cpu": "PASS", "int4-ar-block1-cpu": "PASS"}
     assert (ledger.run_id, ledger.engine, set(ledger.environments)) == ("one", "reference", {"box"})
     assert {(cell.host, cell.worker) for cell in ledger.cells} == {("box", "gw0")}
     assert not (run_dir / "cells").exists()
@@ -60,13 +75,14 @@ def test_a_passing_run_leaves_a_whole_ledger(tmp_path: Path) -> None:
     assert ledgers.read(run_dir) == ledger
 
 
-def test_a_worker_that_dies_costs_its_cell_alone(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_a_worker_that_dies_costs_its_cell_alone(run: Command, tmp_path: Path) -> None:
     run_dir = tmp_path / "one"
-    done = run("--engine", "wrong:crash", "-k", "tiny2 and fp32", "-n", "2", "--run-dir", str(run_dir))
+    done = run("--engine", "wrong:crash", "-k", ONE_BETWEEN, "-n", "1", "--run-dir", str(run_dir))
     assert done.returncode == 1, done.stdout + done.stderr
     ledger = ledgers.read(run_dir)
     counts = Counter(cell.verdict for cell in ledger.cells)
-    assert counts == {Verdict.PASS: 1, Verdict.ERROR: 3}
+    assert counts == {Verdict.PASS: 2, Verdict.ERROR: 1}
     for cell in ledger.cells:
         if cell.verdict is Verdict.ERROR:
             assert "the worker died in this cell" in cell.detail
@@ -74,23 +90,24 @@ def test_a_worker_that_dies_costs_its_cell_alone(tmp_path: Path) -> None:
             assert f"again: nox -s test -- -k {cell.id} --engine wrong:crash" in done.stdout
 
 
-def test_a_lost_device_ends_the_worker_after_its_cell_is_recorded(tmp_path: Path) -> None:
-    options = ("--engine", "wrong:device", "-k", "tiny2 and fp32")
+@pytest.mark.slow
+def test_a_lost_device_ends_the_worker_after_its_cell_is_recorded(run: Command, tmp_path: Path) -> None:
+    options = ("--engine", "wrong:device", "-k", ONE_BETWEEN)
     done = run(*options, "-n", "1", "--run-dir", str(tmp_path / "one"))
     assert done.returncode == 1, done.stdout + done.stderr
     cells = ledgers.read(tmp_path / "one").cells
-    assert Counter(cell.verdict for cell in cells) == {Verdict.PASS: 1, Verdict.ERROR: 3}
+    assert Counter(cell.verdict for cell in cells) == {Verdict.PASS: 2, Verdict.ERROR: 1}
     assert all("DeviceError: the context is lost" in cell.detail for cell in cells if cell.verdict is Verdict.ERROR)
-    assert len({cell.worker for cell in cells}) == 3  # AR shares the worker that the first DDTree cell ends
+    assert len({cell.worker for cell in cells}) == 2  # the first AR cell shares the worker that the DDTree cell ends
 
     alone = run(*options, "--run-dir", str(tmp_path / "two"))
     assert alone.returncode == 3
     counts = Counter(cell.verdict for cell in ledgers.read(tmp_path / "two").cells)
-    assert counts == {Verdict.PASS: 1, Verdict.ERROR: 1, Verdict.NOT_RUN: 2}
+    assert counts == {Verdict.PASS: 1, Verdict.ERROR: 1, Verdict.NOT_RUN: 1}
 
 
-def test_a_run_that_stops_early_owns_up_to_what_it_did_not_run(tmp_path: Path) -> None:
-    done = run("--engine", "wrong:error", "-x", "-k", "tiny2 and fp32", "--run-dir", str(tmp_path / "one"))
+def test_a_run_that_stops_early_owns_up_to_what_it_did_not_run(run: Command, tmp_path: Path) -> None:
+    done = run("--engine", "wrong:error", "-x", "-k", "block1 and fp32", "--run-dir", str(tmp_path / "one"))
     assert done.returncode == 1
     counts = Counter(cell.verdict for cell in ledgers.read(tmp_path / "one").cells)
     assert counts == {Verdict.ERROR: 1, Verdict.NOT_RUN: 3}
@@ -98,15 +115,15 @@ def test_a_run_that_stops_early_owns_up_to_what_it_did_not_run(tmp_path: Path) -
     assert "0 of 4 expected cells passed, 1 ERROR, 3 NOT_RUN" in done.stdout
 
 
-def test_cells_that_nobody_ran_make_the_run_incomplete(tmp_path: Path) -> None:
+def test_cells_that_nobody_ran_make_the_run_incomplete(run: Command, tmp_path: Path) -> None:
     (tmp_path / "stops.py").write_text("def pytest_runtest_teardown(item):\n    item.session.shouldstop = 'enough'\n")
-    options = ("-k", "ar-tiny2", "--run-dir", str(tmp_path / "one"), "-p", "stops")
+    options = ("-k", "ar-block1", "--run-dir", str(tmp_path / "one"), "-p", "stops")
     done = run("--engine", "reference", *options, path=tmp_path)
     assert done.returncode == 2, done.stdout + done.stderr
     assert Counter(verdicts(ledgers.read(tmp_path / "one")).values()) == {"PASS": 1, "NOT_RUN": 1}
 
 
-def test_one_cell_by_its_id_through_the_command(tmp_path: Path) -> None:
+def test_one_cell_by_its_id_through_the_command(start: Command, tmp_path: Path) -> None:
     options = ("--engine", "wrong:error", "-n", "0", "--device", "cpu", "--run-dir", str(tmp_path / "one"))
     done = start("harness", "test", "-k", CELL, *options)
     assert done.returncode == 1
@@ -118,7 +135,7 @@ def test_one_cell_by_its_id_through_the_command(tmp_path: Path) -> None:
         assert part in done.stdout
 
 
-def test_a_node_id_is_a_choice_too(tmp_path: Path) -> None:
+def test_a_node_id_is_a_choice_too(start: Command, tmp_path: Path) -> None:
     node = f"tests/test_matrix.py::test_cell[{CELL}]"
     done = start(
         "pytest", "-p", "no:cacheprovider", node, "--engine", "wrong:error", "--run-dir", str(tmp_path / "one")
@@ -130,35 +147,39 @@ def test_a_node_id_is_a_choice_too(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("-k", "tiny2 and hostle"), "matches none of "),
-        (("-k", "tiny2 and"), "a word is missing"),
+        (("-k", "block1 and hostle"), "matches none of "),
+        (("-k", "block1 and"), "a word is missing"),
         (("--engine", "nosuch"), "no engine is named 'nosuch'"),
         (("--engine", "reference", "--device", "tpu"), "device 'tpu' is none of cpu, cuda"),
     ],
 )
-def test_what_cannot_run_ends_with_3_and_no_ledger(tmp_path: Path, arguments: tuple[str, ...], message: str) -> None:
+def test_what_cannot_run_ends_with_3_and_no_ledger(
+    run: Command, tmp_path: Path, arguments: tuple[str, ...], message: str
+) -> None:
     done = run("-n", "2", "--run-dir", str(tmp_path / "one"), *arguments)
     assert done.returncode == 3, done.stdout + done.stderr
     assert message in done.stderr
     assert not (tmp_path / "one").exists()
 
 
-def test_a_required_gpu_that_is_not_there_ends_with_3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_required_gpu_that_is_not_there_ends_with_3(
+    run: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     done = run("--require-device", "cuda", "--run-dir", str(tmp_path / "one"))
     assert done.returncode == 3
     assert "device cuda was asked for and is not usable" in done.stderr
 
 
-def test_an_engine_that_cannot_start_leaves_a_ledger_that_says_so(tmp_path: Path) -> None:
-    done = run("--engine", "wrong:nothing", "-k", "ar-tiny2", "--run-dir", str(tmp_path / "one"))
+def test_an_engine_that_cannot_start_leaves_a_ledger_that_says_so(run: Command, tmp_path: Path) -> None:
+    done = run("--engine", "wrong:nothing", "-k", "ar-block1", "--run-dir", str(tmp_path / "one"))
     assert done.returncode == 3
     ledger = ledgers.read(tmp_path / "one")
     assert set(verdicts(ledger).values()) == {"NOT_RUN"}
     assert "no such fault" in ledger.problems[0]
 
 
-def test_other_tests_alone_leave_no_ledger(tmp_path: Path) -> None:
+def test_other_tests_alone_leave_no_ledger(start: Command, tmp_path: Path) -> None:
     tests = ROOT / "tests"
     others = [path for path in tests.iterdir() if path.is_dir() and path.name != "harness"]  # costs time alone
     others += [path for path in (tests / "harness").glob("test_*.py") if path.name != "test_ledger.py"]
@@ -172,7 +193,8 @@ def test_other_tests_alone_leave_no_ledger(tmp_path: Path) -> None:
     assert "matches no cell and no test" in none.stdout
 
 
-def test_an_installed_package_brings_an_engine(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_an_installed_package_brings_an_engine(run: Command, tmp_path: Path) -> None:
     site = tmp_path / "site"
     pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation", "--no-index", "--target"]
     copy = tmp_path / "source"
@@ -180,7 +202,7 @@ def test_an_installed_package_brings_an_engine(tmp_path: Path) -> None:
     for name in ("pyproject.toml", "example_engine.py"):  # setuptools writes beside what it builds
         (copy / name).write_bytes((EXAMPLE / name).read_bytes())
     subprocess.run([*pip, str(site), str(copy)], check=True, capture_output=True, timeout=120)
-    done = run("--engine", "example", "-k", "ar-tiny2", "--run-dir", str(tmp_path / "one"), path=site)
+    done = run("--engine", "example", "-k", "ar-block1", "--run-dir", str(tmp_path / "one"), path=site)
     assert done.returncode == 0, done.stdout + done.stderr
     ledger = ledgers.read(tmp_path / "one")
     assert (ledger.engine, ledger.passed) == ("example", 2)
@@ -188,14 +210,14 @@ def test_an_installed_package_brings_an_engine(tmp_path: Path) -> None:
     assert max(errors) > 2e-7  # float32's noise, more than the reference's rounding of its results
 
 
-def test_collecting_alone_runs_and_writes_nothing(tmp_path: Path) -> None:
+def test_collecting_alone_runs_and_writes_nothing(run: Command, tmp_path: Path) -> None:
     done = run("--engine", "reference", "--collect-only", "-q", "-k", CELL, "--run-dir", str(tmp_path / "one"))
     assert done.returncode == 0
     assert f"test_cell[{CELL}]" in done.stdout
     assert not (tmp_path / "one").exists()
 
 
-def test_the_matrix_as_json_is_the_expected_set() -> None:
+def test_the_matrix_as_json_is_the_expected_set(start: Command) -> None:
     done = start("harness", "matrix", "--json", "-k", "tiny2")
     assert [entry["id"] for entry in json.loads(done.stdout)][1] == "fp32-ddtree-tiny2-oracle-cpu"
     listed = start("harness", "matrix", "--list", "-k", "tiny2")

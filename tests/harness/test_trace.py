@@ -16,11 +16,12 @@ import pytest
 
 from harness import widths
 from harness.cells import Divergence, Verdict
+from harness.describe import describe
 from harness.golden import Golden
 from harness.matrix import parse
 from harness.protocol import OPERATION_TAPS
 from harness.reference_engine import ReferenceSession
-from harness.runner import Runner, describe
+from harness.runner import Runner
 from harness.trace import command as trace
 from harness.trace import taps as trace_taps
 from harness.widths import ancestors
@@ -31,7 +32,8 @@ from refs.model import Index, Model
 
 @pytest.fixture
 def path(micro: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(widths, "MAX_ROWS", 16)
+    for name, few in (("MAX_ROWS", 16), ("PATHS", 3), ("DEPTH", 4)):
+        monkeypatch.setattr(widths, name, few)
     return micro
 
 

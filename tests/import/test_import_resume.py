@@ -181,6 +181,7 @@ def test_two_imports_of_one_target_exclude_each_other(source: Path, tmp_path: Pa
     assert main([str(source), "-o", str(target)]) == DONE
 
 
+@pytest.mark.slow
 def test_sigkill_leaves_no_half_file(tmp_path: Path) -> None:
     c = hf.config(hidden_size=512, vocab_size=10_000)
     tensors = hf.floats(c, "BF16")
@@ -209,6 +210,7 @@ def test_sigkill_leaves_no_half_file(tmp_path: Path) -> None:
     assert found.tensor("embed.w").tobytes() == want.tobytes()
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_checkpoint(tmp_path: Path) -> None:
     """0.3 GB of source tensors, sparse on disk, imported with at most 160 MiB resident."""
     c = hf.config(hidden_size=8192, vocab_size=10_000, num_hidden_layers=1, first_k_dense_replace=1)

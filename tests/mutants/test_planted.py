@@ -52,12 +52,14 @@ def test_a_known_fault_is_caught_and_located(workshop: Workshop, paths: dict[str
     json.dumps(result.record(), allow_nan=False)
 
 
+@pytest.mark.slow
 def test_a_loader_fault_is_caught_by_a_file(workshop: Workshop, paths: dict[str, Path], tmp_path: Path) -> None:
     found = outcome(BY_NAME["tensor_twice"], workshop, paths, tmp_path, LOADER)
     assert found.caught_by == f"{LOADER}: tensor_twice"
     assert found.detail.startswith("says 'MissingTensor: FILE: ")
 
 
+@pytest.mark.slow
 def test_what_no_cell_sees_is_caught_by_the_operations(
     workshop: Workshop, paths: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -67,6 +69,7 @@ def test_what_no_cell_sees_is_caught_by_the_operations(
     assert found.ran == 2
 
 
+@pytest.mark.slow
 def test_white_space_passes(workshop: Workshop, paths: dict[str, Path], tmp_path: Path) -> None:
     fault = Fault("white_space", "controls", "", (Edit("cpu/norm.cpp", 'count("embed");', 'count( "embed" );'),))
     found = outcome(fault, workshop, paths, tmp_path)
@@ -74,6 +77,7 @@ def test_white_space_passes(workshop: Workshop, paths: dict[str, Path], tmp_path
     assert mutants.Result(fault, found, 1.0).good
 
 
+@pytest.mark.slow
 def test_a_crash_and_a_hang_are_told_of(
     workshop: Workshop, paths: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -91,6 +95,7 @@ def test_a_crash_and_a_hang_are_told_of(
     assert time.monotonic() - start < 60
 
 
+@pytest.mark.slow
 def test_an_edit_that_does_not_compile_is_named(workshop: Workshop, paths: dict[str, Path]) -> None:
     with pytest.raises(CompileError, match=r"made_here: does not compile: .*undeclared_name"):
         mutants.one(edit("cpu/norm.cpp", 'count("embed");', "undeclared_name;"), workshop, [], paths)

@@ -29,8 +29,10 @@ def same(a: Decoded, b: Decoded) -> None:
     assert a.logits.tobytes() == b.logits.tobytes()
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.9])
-@pytest.mark.parametrize(("block", "budget"), [(8, 7), (4, 20), (6, 1), (1, 5), (5, 0), (16, 40)])
+@pytest.mark.parametrize(
+    ("block", "budget", "temperature"),
+    [*((b, n, 0.9) for b, n in ((8, 7), (4, 20), (6, 1), (1, 5), (5, 0), (16, 40))), (8, 7, 0.0), (16, 40, 0.0)],
+)
 def test_ddtree_is_ar_whatever_the_drafter(block: int, budget: int, temperature: float) -> None:
     m = model()
     ar = decode(m, Request(PROMPT, 12, temperature=temperature, seed=7))

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import pytest
 import yaml
 
 from harness import ledger as ledgers
@@ -22,9 +21,6 @@ from harness.remote.ssh import Options
 from harness.sources import ROOT
 from tests.remote.sshd import Sshd, user
 
-in_ci = pytest.mark.skipif(
-    os.environ.get("KDTREE_REQUIRE_SSHD") != "1", reason="slow; KDTREE_REQUIRE_SSHD=1, as in CI, runs it"
-)
 QUICK = Limits(connect=3, banner=3, auth=3, silence=8, prepare=20, command=20, queue=20)
 
 

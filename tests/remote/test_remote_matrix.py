@@ -31,7 +31,7 @@ from harness.remote.run import assemble, blank
 from harness.sources import ROOT, describe
 from tests.remote.boxes import Box, Loopback, NoNamespaces, boxes
 from tests.remote.sshd import Sshd, alive, public
-from tests.remote.support import ENVIRONMENT, FILTER, Remote, Server, in_ci, matrix, until_it_says
+from tests.remote.support import ENVIRONMENT, FILTER, Remote, Server, matrix, until_it_says
 
 
 def same(cell: Cell) -> Cell:
@@ -39,6 +39,7 @@ def same(cell: Cell) -> Cell:
     return replace(cell, host="", worker="", times={})
 
 
+@pytest.mark.slow
 def test_a_remote_ledger_equals_a_local_one(remote: Remote) -> None:
     result = remote(remote.host("box"), *matrix())
     assert result.status == 0, result.out + result.err
@@ -65,6 +66,7 @@ def test_a_remote_ledger_equals_a_local_one(remote: Remote) -> None:
     assert not far.name.startswith(result.run_dir.name)  # two users may give their folders one name
 
 
+@pytest.mark.slow
 def test_each_host_runs_every_cell_and_failures_come_back(remote: Remote) -> None:
     names = [remote.host("one"), remote.host("two")]
     result = remote(*names, "--each", "--json", *matrix(k="fp32-ar-prompt1-cpu", engine="wrong:tokens"))
@@ -95,6 +97,7 @@ def three(server: Server, tmp_path: Path) -> Iterator[Sequence[Box | Loopback]]:
             yield made
 
 
+@pytest.mark.slow
 def test_hosts_share_the_cells_and_one_is_lost(remote: Remote, three: Sequence[Box | Loopback]) -> None:
     """The third's link is cut while it is being prepared: all cells run on the other two, and the ledger says why."""
     names = []
@@ -125,6 +128,7 @@ def second(server: Server, tmp_path: Path) -> Iterator[Sshd]:
     sshd.stop()
 
 
+@pytest.mark.slow
 def test_a_lost_status_is_infrastructure(remote: Remote, second: Sshd) -> None:
     process, run_dir = remote.start(
         remote.host("doomed", port=second.port), *matrix(k="fp32 and prompt1 and oracle", engine="wrong:hang")
@@ -137,7 +141,7 @@ def test_a_lost_status_is_infrastructure(remote: Remote, second: Sshd) -> None:
     assert ledger.problems[0].startswith("doomed: the connection")
 
 
-@in_ci
+@pytest.mark.slow
 def test_the_time_limit_keeps_what_was_recorded(remote: Remote) -> None:
     """AR passes, DDTree hangs: the limit ends it, the finished cells count, the run is infrastructure."""
     for seconds in (4, 20):  # the longer one for a machine too busy to run the AR cell in the shorter
@@ -152,6 +156,7 @@ def test_the_time_limit_keeps_what_was_recorded(remote: Remote) -> None:
     assert "time limit" in result.ledger.problems[0]
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_what_runs_there(remote: Remote) -> None:
     process, run_dir = remote.start(remote.host("box"), *matrix(k="fp32 and prompt1", engine="wrong:hang"))
     until_it_says(process, "collected")
@@ -163,6 +168,7 @@ def test_ctrl_c_ends_what_runs_there(remote: Remote) -> None:
     assert "box: interrupted" in ledgers.read(run_dir).problems[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
@@ -205,6 +211,7 @@ def everything(folder: Path) -> dict[str, tuple[int, int]]:
     return {str(p): (p.lstat().st_mtime_ns, p.lstat().st_size) for p in folder.rglob("*")}
 
 
+@pytest.mark.slow
 def test_doctor_says_what_is_missing_and_changes_nothing(remote: Remote, tmp_path: Path) -> None:
     site = tmp_path / "env"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(site)], check=True)
@@ -226,7 +233,7 @@ def test_doctor_says_what_is_missing_and_changes_nothing(remote: Remote, tmp_pat
     assert {"connection", "clock", "workdir", "numpy", "C++ compiler"} <= {entry["name"] for entry in report["good"]}
 
 
-@in_ci
+@pytest.mark.slow
 def test_doctor_reports_gpus_against_hosts_yaml(remote: Remote, tmp_path: Path) -> None:
     """With a stand-in for nvidia-smi, whose output is that of a real one."""
     tools = tmp_path / "bin"
@@ -280,7 +287,7 @@ def wheel(folder: Path, name: str, code: str) -> None:
         file.writestr(f"{info}/RECORD", f"{name}.py,,\n{info}/METADATA,,\n{info}/WHEEL,,\n{info}/RECORD,,\n")
 
 
-@in_ci
+@pytest.mark.slow
 def test_wheels_are_part_of_the_runs_environment(remote: Remote, tmp_path: Path) -> None:
     folder = tmp_path / "wheels"
     folder.mkdir()
@@ -301,7 +308,7 @@ def test_wheels_are_part_of_the_runs_environment(remote: Remote, tmp_path: Path)
     assert "box | the wheel was here" in result.out
 
 
-@in_ci
+@pytest.mark.slow
 def test_two_users_of_one_box_queue(remote: Remote, tmp_path: Path) -> None:
     go = tmp_path / "go"
     wait = f"until [ -e {shlex.quote(str(go))} ]; do sleep 0.1; done"
@@ -317,6 +324,7 @@ def test_two_users_of_one_box_queue(remote: Remote, tmp_path: Path) -> None:
     assert ledgers.read(run_dir).problems == ("again: prepare: ended with status 5",)  # it had the box in the end
 
 
+@pytest.mark.slow
 def test_a_reader_that_leaves_changes_no_status(remote: Remote) -> None:
     """``kdtree remote ... | head -1``: it goes on, and ends as it would have, its ledger written."""
     process, run_dir = remote.start(remote.host("box", prepare=["sleep 0.5", "exit 4"]), *matrix())

@@ -20,7 +20,7 @@ from harness.remote.ssh_auth import ConnectionFailed
 from harness.remote.sync import working_tree
 from tests.remote.boxes import Box, NoNamespaces, boxes
 from tests.remote.sshd import alive
-from tests.remote.support import Open, Server, in_ci, until
+from tests.remote.support import Open, Server, until
 
 
 @pytest.fixture
@@ -46,6 +46,7 @@ def in_background(work: Callable[[], object]) -> tuple[threading.Thread, list[Ba
     return thread, errors
 
 
+@pytest.mark.slow
 def test_a_dropped_link(box: Box, server: Server, connect: Open, tmp_path: Path, repo: Path, marker: str) -> None:
     at = server.host(tmp_path, address=box.address, port=box.port, host_key=box.key, limits=Limits(silence=3))
     session = connect(at)
@@ -60,7 +61,7 @@ def test_a_dropped_link(box: Box, server: Server, connect: Open, tmp_path: Path,
     until(lambda: not alive(marker), 15)  # the far side, too, has noticed, on its own
 
 
-@in_ci
+@pytest.mark.slow
 def test_a_link_that_is_cut_while_we_send(box: Box, server: Server, connect: Open, tmp_path: Path, repo: Path) -> None:
     """The kernel's buffer is full then, and whoever writes waits in it."""
     (repo / "big").write_bytes(os.urandom(32 << 20))
@@ -81,6 +82,7 @@ def test_a_link_that_is_cut_while_we_send(box: Box, server: Server, connect: Ope
     assert list(Path(at.workdir, "runs").glob("*/tree")) == []
 
 
+@pytest.mark.slow
 def test_a_dead_address_has_the_connect_limit(box: Box, server: Server, tmp_path: Path) -> None:
     box.cut()
     at = server.host(tmp_path, address=box.address, port=box.port, limits=Limits(connect=1.5))

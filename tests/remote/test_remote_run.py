@@ -22,7 +22,7 @@ from harness.remote.link import FarError, LinkLost
 from harness.remote.session import Session, Stopped
 from harness.remote.sync import working_tree
 from tests.remote.sshd import Relay, alive, public
-from tests.remote.support import QUICK, Open, Printed, Server, in_ci, until
+from tests.remote.support import QUICK, Open, Printed, Server, until
 
 
 @pytest.fixture
@@ -172,6 +172,7 @@ def in_background(session: Session, marker: str) -> tuple[threading.Thread, list
     return thread, errors
 
 
+@pytest.mark.slow
 def test_the_server_dies_in_the_middle(session: Session, server: Server, marker: str) -> None:
     thread, errors = in_background(session, marker)
     server.sshd.kill_sessions()
@@ -180,6 +181,7 @@ def test_the_server_dies_in_the_middle(session: Session, server: Server, marker:
     assert until(lambda: not alive(marker), 15) < 15
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", ["agent", "keeper"])
 def test_half_of_the_watchdog_is_killed(session: Session, marker: str, victim: str, host: Host) -> None:
     """The agent and its keeper watch each other; both show the program's start line in /proc."""
@@ -227,6 +229,7 @@ def client(server: Server, host: Host, repo: Path, argv: list[str]) -> subproces
     return subprocess.Popen([sys.executable, "-c", CLIENT, *words])
 
 
+@pytest.mark.slow
 def test_the_client_is_killed(server: Server, host: Host, repo: Path, marker: str) -> None:
     process = client(server, host, repo, family(marker))
     until(lambda: len(alive(marker)) >= 5, 15)  # the client's own command line has the number too
@@ -236,7 +239,7 @@ def test_the_client_is_killed(server: Server, host: Host, repo: Path, marker: st
     print(f"no remote process is alive {seconds:.1f} s after the client's SIGKILL")
 
 
-@in_ci
+@pytest.mark.slow
 def test_the_client_hangs(server: Server, host: Host, repo: Path, marker: str) -> None:
     """Stopped, not dead: its kernel keeps the connection open, only the heartbeat is missing."""
     process = client(server, host, repo, family(marker))
@@ -269,12 +272,13 @@ def silent_link(server: Server, connect: Open, tmp_path: Path, repo: Path, limit
         relay.close()
 
 
+@pytest.mark.slow
 def test_a_silent_link_is_noticed(server: Server, connect: Open, tmp_path: Path, repo: Path, marker: str) -> None:
     seconds = silent_link(server, connect, tmp_path, repo, Limits(silence=2), marker)
     assert 1.5 < seconds < 5
 
 
-@in_ci
+@pytest.mark.slow
 def test_a_silent_link_is_noticed_within_30_s_by_default(
     server: Server, connect: Open, tmp_path: Path, repo: Path, marker: str
 ) -> None:
@@ -283,6 +287,7 @@ def test_a_silent_link_is_noticed_within_30_s_by_default(
     assert seconds < 30
 
 
+@pytest.mark.slow
 def test_a_link_that_falls_silent_while_we_send(server: Server, connect: Open, tmp_path: Path, repo: Path) -> None:
     (repo / "big").write_bytes(os.urandom(32 << 20))
     relay = Relay(server.sshd.port)
@@ -301,12 +306,14 @@ def test_a_link_that_falls_silent_while_we_send(server: Server, connect: Open, t
     relay.close()
 
 
+@pytest.mark.slow
 def test_a_long_quiet_command_is_not_a_silent_link(server: Server, connect: Open, tmp_path: Path, repo: Path) -> None:
     session = connect(server.host(tmp_path, limits=Limits(silence=2)))
     session.sync(working_tree(repo))
     assert session.run(["sleep", "3.5"], limit=20).status == 0
 
 
+@pytest.mark.slow
 def test_two_clients_queue_and_are_told_who_holds_the_box(connect: Open, repo: Path, host: Host) -> None:
     first, second, third = connect(), connect(), connect()
     assert first.lock("nox -s remote -- loop", lambda text: None)
@@ -329,6 +336,7 @@ def test_two_clients_queue_and_are_told_who_holds_the_box(connect: Open, repo: P
     until(lambda: len(got) == 2, 10)
 
 
+@pytest.mark.slow
 def test_waiting_for_the_box_has_a_limit_and_can_be_stopped(connect: Open, server: Server, tmp_path: Path) -> None:
     host = server.host(tmp_path, limits=Limits(queue=1, silence=8))
     holder = connect(host)
@@ -345,6 +353,7 @@ def test_waiting_for_the_box_has_a_limit_and_can_be_stopped(connect: Open, serve
         patient.lock("z", told.append)
 
 
+@pytest.mark.slow
 def test_clock_skew(connect: Open, server: Server, tmp_path: Path, repo: Path) -> None:
     """A host a year ahead: its Python, in an environment of its own, adds a year to what the clock says."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "env")], check=True)
@@ -376,12 +385,18 @@ def pythons() -> list[tuple[str, str]]:
     return sorted(found.items(), key=lambda pair: tuple(map(int, pair[0].split("."))))
 
 
-@in_ci
-@pytest.mark.parametrize(("version", "python"), pythons())
+@pytest.mark.slow
 def test_the_far_side_under_other_pythons(
-    connect: Open, server: Server, tmp_path: Path, repo: Path, printed: Printed, marker: str, version: str, python: str
+    connect: Open, server: Server, tmp_path: Path, repo: Path, printed: Printed, marker: str
 ) -> None:
-    session = connect(server.host(tmp_path, python=python))
+    for version, python in pythons():
+        printed.streams[OUT].clear()
+        own = {"workdir": str(tmp_path / f"far{version}"), "lock": str(tmp_path / f"lock{version}")}
+        session = connect(server.host(tmp_path, python=python, **own))
+        under_python(session, version, tmp_path, repo, printed, marker)
+
+
+def under_python(session: Session, version: str, tmp_path: Path, repo: Path, printed: Printed, marker: str) -> None:
     assert session.facts["python"].startswith(f"{version}.")
     session.sync(working_tree(repo))
     assert session.lock("x", lambda text: None)
@@ -389,7 +404,7 @@ def test_the_far_side_under_other_pythons(
     assert printed.out == "one\n"
     assert session.run(family(marker), limit=1).reason == "limit"
     assert alive(marker) == []
-    assert session.fetch("tree", tmp_path / "back") == 6
+    assert session.fetch("tree", tmp_path / "back" / version) == 6
     assert session.prune()["ok"]
 
 
@@ -405,6 +420,7 @@ def test_files_come_back_after_a_failure_too(session: Session, tmp_path: Path) -
     assert session.fetch("tree/nothing", tmp_path / "none") == 0
 
 
+@pytest.mark.slow
 def test_a_fetch_that_breaks_leaves_nothing(session: Session, server: Server, tmp_path: Path) -> None:
     session.run(["sh", "-c", "mkdir out; head -c 200000000 /dev/zero > out/x"], limit=20)
     into = tmp_path / "back"

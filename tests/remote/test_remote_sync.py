@@ -227,6 +227,7 @@ def test_a_run_that_writes_into_its_tree_harms_no_other(connect: Open, repo: Pat
     assert arrived(other.directory) == wanted(repo)
 
 
+@pytest.mark.slow
 def test_old_runs_are_pruned_and_living_ones_are_not(connect: Open, repo: Path, server: Server, tmp_path: Path) -> None:
     host = server.host(tmp_path, keep_runs=2)
     held = connect(host, run="a-held")
@@ -265,6 +266,7 @@ def big(root: Path, size: int, count: int, *, seed: int = 1) -> None:
         write(root, {f"data/{i % 20}/file{i}.bin": source.randbytes(size // count)})
 
 
+@pytest.mark.slow
 def test_bytes_on_the_wire(connect: Open, repo: Path, server: Server, tmp_path: Path) -> None:
     """Counted by a relay between client and server, SSH's own handshake included."""
     big(repo, 8 << 20, 1500)
@@ -297,6 +299,7 @@ def public_key(server: Server) -> str:
     return public(server.sshd.keys[0])
 
 
+@pytest.mark.slow
 def test_speed_against_scp(connect: Open, repo: Path, server: Server, tmp_path: Path) -> None:
     """A 35 MB tree at least at half of scp's speed, both measured here, connection included; totals over rounds."""
     if not shutil.which("scp"):
@@ -325,6 +328,7 @@ def test_speed_against_scp(connect: Open, repo: Path, server: Server, tmp_path: 
     assert sum(ours) <= 2 * sum(scp)
 
 
+@pytest.mark.slow
 def test_the_server_dies_in_the_middle(connect: Open, repo: Path, server: Server, host: Host) -> None:
     big(repo, 24 << 20, 24)
     session = connect()
@@ -345,6 +349,7 @@ def test_the_server_dies_in_the_middle(connect: Open, repo: Path, server: Server
     assert arrived(again.directory) == wanted(repo)
 
 
+@pytest.mark.slow
 def test_two_clients_at_once(connect: Open, repo: Path, host: Host) -> None:
     big(repo, 4 << 20, 40)
     tree = working_tree(repo)
@@ -367,6 +372,7 @@ def test_two_clients_at_once(connect: Open, repo: Path, host: Host) -> None:
         assert arrived(session.directory) == wanted(repo)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["tmpfs", "limit"])
 def test_disk_full(connect: Open, repo: Path, server: Server, tmp_path: Path, how: str) -> None:
     big(repo, 8 << 20, 4)

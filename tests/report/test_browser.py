@@ -23,6 +23,8 @@ from harness.reports.history import load
 from harness.reports.html import history_page, page
 from harness.reports.view import view
 
+pytestmark = pytest.mark.slow
+
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 ARGUMENTS = ["--disable-gpu", "--disable-background-networking", "--no-first-run"]
 SIZES = {"desk": (1280, 900), "phone": (360, 780)}
