@@ -50,7 +50,7 @@ def install(session: nox.Session, *extras: str, torch: bool = True) -> None:
 
 @nox.session
 def test(session: nox.Session) -> None:
-    """Build, bundles, the whole matrix and the other tests (``-- --all``: the slow ones too); arguments go to pytest."""
+    """Build, bundles, the matrix and the other tests (``-- --all``: the slow ones too); arguments go to pytest."""
     install(session, "test", "remote")
     workers = [] if any(a.startswith("-n") for a in session.posargs) else ["-n", "auto"]
     session.run("python", "-m", "pytest", *workers, *session.posargs)
