@@ -11,7 +11,6 @@ import fcntl
 import hashlib
 import json
 import os
-import zlib
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +19,11 @@ from typing import Any, BinaryIO
 
 from engine.direct_file import DirectFile
 from refs import kdtr
+
+try:  # the same sum with the processor's carry-less multiplication, 14 times as fast
+    from isal.isal_zlib import crc32
+except ImportError:
+    from zlib import crc32
 
 FLUSH_BYTES = 256 << 20  # about what a crash of the machine may cost
 
@@ -126,7 +130,7 @@ class KdtrStream:
 
     def write(self, data: memoryview) -> None:
         """Append to the tensor begun last."""
-        self._crc = zlib.crc32(data, self._crc)
+        self._crc = crc32(data, self._crc)
         self._bytes += len(data)
         self._at += len(data)
         self._file.write(data)

@@ -2,9 +2,10 @@
 
 Guarantees: every header is checked against its file's size before anything is read by it; a broken or hostile file
 raises `CheckpointError` naming file and tensor; no tensor data is touched here, and nothing is mapped. The data is read
-with ``pread`` into the caller's buffer and not through the ``safetensors`` library, because the library maps whole
-shards, whose pages count as this process's memory (560 MB resident after slicing through a 512 MB file), and its numpy
-face has no bf16. The format is public: https://huggingface.co/docs/safetensors (u64 header length, JSON header, data).
+into the caller's buffer (`engine.direct_read`) and not through the ``safetensors`` library, because the library maps
+whole shards, whose pages count as this process's memory (560 MB resident after slicing through a 512 MB file), and its
+numpy face has no bf16. The format is public: https://huggingface.co/docs/safetensors (u64 header length, JSON header,
+data).
 """
 
 from __future__ import annotations
@@ -13,10 +14,13 @@ import json
 import math
 import os
 import re
+import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, TypeGuard
+from typing import Any, TypeGuard
+
+from engine.direct_read import DirectRead
 
 MAX_HEADER = 100_000_000  # the format's own limit
 ITEM_BYTES = {
@@ -59,7 +63,8 @@ class Checkpoint:
     listing: Path
     """The file that lists the tensors: the index or the only shard."""
     _headers: dict[str, dict[str, Source]] = field(default_factory=dict)
-    _files: dict[Path, BinaryIO] = field(default_factory=dict)
+    _files: dict[Path, DirectRead] = field(default_factory=dict)
+    _opening: threading.Lock = field(default_factory=threading.Lock)
 
     def source(self, name: str) -> Source:
         """Where tensor ``name`` stands; `CheckpointError` if the checkpoint, or the shard its index names, lacks it."""
@@ -74,14 +79,14 @@ class Checkpoint:
         return self._headers[shard][name]
 
     def read(self, path: Path, offset: int, target: memoryview) -> None:
-        """Fill ``target`` from byte ``offset`` of a shard; `CheckpointError` if the file ends before."""
-        if path not in self._files:
-            self._files[path] = open(path, "rb", buffering=0)  # noqa: SIM115 (close() closes it)
-        while target:
-            got = os.preadv(self._files[path].fileno(), [target], offset)
-            if got == 0:
-                raise CheckpointError(path, f"byte {offset}", "the file became shorter while it was read")
-            target, offset = target[got:], offset + got
+        """Fill ``target`` from byte ``offset`` of a shard, in any thread; `CheckpointError` if the file ends before."""
+        with self._opening:
+            if path not in self._files:
+                self._files[path] = DirectRead(path)
+        missing = self._files[path].read(offset, target)
+        if missing:
+            end = offset + len(target) - missing
+            raise CheckpointError(path, f"byte {end}", "the file became shorter while it was read")
 
     def close(self) -> None:
         """Close the shards."""

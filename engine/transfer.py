@@ -1,7 +1,8 @@
-"""Read, convert and write, block by block: the disk is read one block ahead of the conversion."""
+"""Read, convert and write, block by block: some threads read and convert ahead of the one that sums and writes."""
 
 from __future__ import annotations
 
+import mmap
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -12,12 +13,14 @@ from typing import TextIO
 import numpy as np
 
 from engine.convert import BadValue, Piece, Scratch
+from engine.direct_file import BLOCK
 from engine.hf_tensors import Plan
 from engine.kdtr_stream import KdtrStream
 from engine.safetensors_reader import ITEM_BYTES, Checkpoint, CheckpointError
 from refs import kdtr
 
-READ_AHEAD = 3  # blocks; the disk goes on reading while a conversion waits for the disk to write
+READERS = 3  # threads: a disk is faster with several reads under way, and one may convert meanwhile
+SLOTS = READERS + 2  # blocks in memory: the disk goes on reading while the writing waits for the disk
 
 
 class Progress:
@@ -66,28 +69,38 @@ def _blocks(plan: Plan, entries: Sequence[kdtr.Entry]) -> Iterator[_Block]:
                 yield _Block(entry, piece, row, rows)
 
 
-def _loaded(
-    checkpoint: Checkpoint, blocks: Iterator[_Block], size: int, reader: ThreadPoolExecutor
-) -> Iterator[tuple[_Block, memoryview]]:
-    """The bytes of every block, none longer than ``size``, read ahead; they stay valid until the next is asked for."""
+class _Slot:
+    """Memory for one block on its way."""
 
-    def load(block: _Block, buffer: memoryview) -> memoryview:
+    def __init__(self, most_in: int, most_out: int) -> None:
+        self.raw = memoryview(mmap.mmap(-1, most_in + BLOCK))
+        self.scratch = Scratch(most_out)
+
+    def load(self, checkpoint: Checkpoint, block: _Block) -> memoryview:
+        """The block's bytes as the file will hold them; they stay valid until the slot is used again."""
         source, width = block.piece.source, block.piece.in_bytes
-        view = buffer[: block.rows * width]
-        checkpoint.read(source.path, source.offset + block.row * width, view)
-        return view
+        offset = source.offset + block.row * width
+        first = offset % BLOCK  # so that whole blocks of the disk come to lie at the beginnings of blocks of memory
+        view = self.raw[first : first + block.rows * width]
+        checkpoint.read(source.path, offset, view)
+        return _convert(block.piece, block.row, view, self.scratch)
 
-    free = [memoryview(bytearray(size)) for _ in range(READ_AHEAD + 1)]
-    reading: deque[tuple[_Block, memoryview, Future[memoryview]]] = deque()
+
+def _converted(
+    checkpoint: Checkpoint, blocks: Iterator[_Block], slots: list[_Slot], readers: ThreadPoolExecutor
+) -> Iterator[memoryview]:
+    """Every block's bytes in order; they stay valid until the next is asked for."""
+    free = list(slots)
+    under_way: deque[tuple[_Slot, Future[memoryview]]] = deque()
     while True:
         while free and (block := next(blocks, None)) is not None:
-            buffer = free.pop()
-            reading.append((block, buffer, reader.submit(load, block, buffer)))
-        if not reading:
+            slot = free.pop()
+            under_way.append((slot, readers.submit(slot.load, checkpoint, block)))
+        if not under_way:
             return
-        block, buffer, view = reading.popleft()
-        yield block, view.result()
-        free.append(buffer)
+        slot, data = under_way.popleft()
+        yield data.result()
+        free.append(slot)
 
 
 def _convert(piece: Piece, first_row: int, view: memoryview, scratch: Scratch) -> memoryview:
@@ -111,20 +124,23 @@ def write_model(
         piece = block.piece
         most_in = max(most_in, block.rows * piece.in_bytes)
         most_out = max(most_out, block.rows * max(2 * piece.in_bytes, piece.out_bytes))
-    scratch = Scratch(most_out)
+    slots = [_Slot(most_in, most_out) for _ in range(SLOTS)]
     progress.count = sum(e.size for e in stream.entries if e.name in stream.done)
-    with ThreadPoolExecutor(1, "read") as reader:
-        loaded = _loaded(checkpoint, _blocks(plan, pending), most_in, reader)
-        for entry in pending:
-            stream.begin(entry)
-            if entry.name in literals:
-                stream.write(memoryview(literals[entry.name]))
-            left = entry.size if entry.name not in literals else 0
-            while left:
-                block, view = next(loaded)
-                data = _convert(block.piece, block.row, view, scratch)
-                stream.write(data)
-                progress.add(len(data), entry.name)
-                left -= len(data)
-            stream.end()
+    with ThreadPoolExecutor(READERS, "read") as readers:
+        converted = _converted(checkpoint, _blocks(plan, pending), slots, readers)
+        try:
+            for entry in pending:
+                stream.begin(entry)
+                if entry.name in literals:
+                    stream.write(memoryview(literals[entry.name]))
+                left = entry.size if entry.name not in literals else 0
+                while left:
+                    data = next(converted)
+                    stream.write(data)
+                    progress.add(len(data), entry.name)
+                    left -= len(data)
+                stream.end()
+        except BaseException:
+            readers.shutdown(wait=False, cancel_futures=True)  # what was read ahead is of no use any more
+            raise
     stream.finish()
