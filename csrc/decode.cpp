@@ -192,12 +192,10 @@ void Session::sum_round() {
   backend_->checksum({sum, forward_->logits(), static_cast<size_t>(config_.vocab_size), width_, &forward_->state()->n_rows});
   backend_->checksum({sum, step_->out.get(), sizeof(RoundOut) / 4, 1, nullptr});
   backend_->checksum({sum, step_->tokens.get(), 1, width_, &forward_->state()->n_rows});
-  collective_.all_gather(sums_.get(), sum, sizeof *sum);
+  collective_.all_gather(step_->sums.get(), sum, sizeof *sum);
 }
 
-void Session::compare_round(double seconds) {
-  std::vector<uint64_t> sums(static_cast<size_t>(collective_.ranks().count));
-  backend_->download(sums.data(), sums_.get(), sizeof(uint64_t) * sums.size());
+void Session::compare_round(const std::vector<uint64_t>& sums, double seconds) {
   std::string apart;
   for (size_t r = 1; r < sums.size(); ++r) {
     if (sums[r] != sums[0]) apart += (apart.empty() ? "" : ", ") + std::to_string(r);
@@ -216,10 +214,14 @@ std::vector<int32_t> Session::round(int64_t ticket) {
   if (!running_) return {};
   const auto start = Clock::now();
   backend_->step(key_, [this] { forward_round(); });
-  std::vector<unsigned char> raw(sizeof(RoundOut) + sizeof(int32_t) * static_cast<size_t>(width_));
-  backend_->download(raw.data(), step_->out.get(), raw.size());
+  const StepMemory::Span told = step_->told();
+  std::vector<unsigned char> raw(told.bytes);
+  backend_->download(raw.data(), told.at, raw.size());
+  const unsigned char* decided = raw.data() + (told.bytes - step_->out.bytes());
+  std::vector<uint64_t> sums(step_->sums.bytes() / sizeof(uint64_t));
+  std::memcpy(sums.data(), raw.data(), step_->sums.bytes());
   RoundOut out;
-  std::memcpy(&out, raw.data(), sizeof out);
+  std::memcpy(&out, decided, sizeof out);
   if (out.error != kFaultNone) {
     reset();
     raise(out.error, out.error_row, out.error_detail, "decode");
@@ -230,8 +232,8 @@ std::vector<int32_t> Session::round(int64_t ticket) {
     if (drafter_) backend_->download(draft_log_.data() + old, drafter_->logits(), sizeof(float) * (draft_log_.size() - old));
   }
   std::vector<int32_t> tokens(static_cast<size_t>(out.n_accepted));
-  std::memcpy(tokens.data(), raw.data() + offsetof(RoundOut, tokens), sizeof(int32_t) * tokens.size());
-  if (scrub_ != nullptr) compare_round(seconds_since(start));
+  std::memcpy(tokens.data(), decided + offsetof(RoundOut, tokens), sizeof(int32_t) * tokens.size());
+  if (scrub_ != nullptr) compare_round(sums, seconds_since(start));
   length_ = out.kv_len;
   running_ = out.done == 0;
   result_.eos = out.done == 2;

@@ -102,7 +102,7 @@ class Session {
   void select(int width, int first, double temperature);  // on the lead
   void share(const StepMemory::Span& span);                // the lead's, to every rank
   void sum_round();
-  void compare_round(double seconds);
+  void compare_round(const std::vector<uint64_t>& sums, double seconds);
   void check_fault(const char* what);
   [[noreturn]] void raise(int fault, int row, int detail, const char* what) const;
   Rows chain(const std::vector<int32_t>& tokens, size_t from, size_t count) const;
@@ -126,7 +126,7 @@ class Session {
   int draft_block_ = 0;
   std::unique_ptr<Drafter> drafter_;  // on the lead, if the file has one
   Buffer scores_;
-  Buffer sum_, sums_;             // this rank's checksum of a round, and every rank's
+  Buffer sum_;                    // this rank's checksum of a round
   Buffer draft_, logit_log_, tree_log_, costs_;  // grown on demand, kept between decodes
   int length_ = 0;
   StepState state_{};          // what the next step starts from

@@ -28,7 +28,8 @@ StepMemory::StepMemory(Backend& backend, int max_rows, Ranks ranks) {
     Buffer& buffer;
     size_t bytes;
     const char* what;
-  } parts[] = {{out, sizeof(RoundOut) + sizeof(int32_t) * m, "round"}, {accepted, sizeof(int32_t) * m, "accepted"},
+  } parts[] = {{sums, ranks.alone() ? 0 : sizeof(uint64_t) * static_cast<size_t>(ranks.count), "rank.sums"},
+               {out, sizeof(RoundOut) + sizeof(int32_t) * m, "round"}, {accepted, sizeof(int32_t) * m, "accepted"},
                {choice, sizeof(int32_t) * m, "choice"},                {state, sizeof(StepState), "state"},
                {tokens, sizeof(int32_t) * m, "rows.tokens"},           {parents, sizeof(int32_t) * m, "rows.parents"},
                {depths, sizeof(int32_t) * m, "rows.depths"},           {path, sizeof(int32_t) * m * m, "rows.path"}};
@@ -38,6 +39,7 @@ StepMemory::StepMemory(Backend& backend, int max_rows, Ranks ranks) {
   if (!ranks.alone()) block_ = Buffer(backend, total, "step");
   auto* at = static_cast<unsigned char*>(block_.get());
   for (const auto& part : parts) {
+    if (part.bytes == 0) continue;
     part.buffer = ranks.alone() ? Buffer(backend, part.bytes, part.what) : Buffer::view(at, part.bytes);
     at += ranks.alone() ? 0 : padded(part.bytes);
   }

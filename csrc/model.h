@@ -97,6 +97,7 @@ class StepMemory {
  public:
   StepMemory(Backend& backend, int max_rows, Ranks ranks);
 
+  Buffer sums;  // every rank's checksum of a round; none alone
   Buffer out, accepted, choice, state, tokens, parents, depths, path;
   struct Span {
     void* at;
@@ -105,6 +106,7 @@ class StepMemory {
   Span chosen() const { return span(choice, state); }  // after a choice
   Span decided() const { return span(out, state); }    // after an accept
   Span planned() const { return span(state, path); }   // before a forward
+  Span told() const { return sums.bytes() > 0 ? span(sums, out) : span(out, out); }  // what the host reads of a round
 
  private:
   static Span span(const Buffer& first, const Buffer& last);

@@ -7,7 +7,8 @@ namespace kdtree {
 namespace {
 
 constexpr size_t kPiece = 1 << 20;  // words: 4 MB, one microsecond of a GPU and two milliseconds of a CPU
-constexpr size_t kLeast = 1 << 14;  // words a call, so that small models come round in a few calls
+constexpr size_t kLeast = 1 << 14;  // words at a time, so that small models come round soon
+constexpr double kEvery = 0.05;     // seconds between looks: each costs the host two waits for the device
 
 }  // namespace
 
@@ -44,8 +45,9 @@ void Scrub::check(const Piece& piece) {
 }
 
 void Scrub::next(double seconds) {
-  if (pieces_.empty()) return;
-  const double share = std::min(seconds / kSeconds, 1.0);
+  if (pieces_.empty() || (waited_ += seconds) < kEvery) return;
+  const double share = std::min(waited_ / kSeconds, 1.0);
+  waited_ = 0.0;
   const size_t due = std::min(words_, std::max(kLeast, static_cast<size_t>(share * static_cast<double>(words_))));
   for (size_t done = 0; done < due; at_ = (at_ + 1) % pieces_.size()) {
     check(pieces_[at_]);

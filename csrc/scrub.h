@@ -33,6 +33,7 @@ class Scrub {
   Buffer sum_;
   std::vector<Piece> pieces_;
   size_t words_ = 0, at_ = 0;
+  double waited_ = 0.0;  // seconds since the last look
 };
 
 }  // namespace kdtree

@@ -46,7 +46,6 @@ Session::Session(std::unique_ptr<Backend> backend, std::shared_ptr<const KdtrFil
   }
   if (ranks.alone()) return;
   sum_ = Buffer(*backend_, sizeof(uint64_t), "rank.sum");
-  sums_ = Buffer(*backend_, sizeof(uint64_t) * static_cast<size_t>(ranks.count), "rank.sums");
   scrub_ = std::make_unique<Scrub>(*backend_, weights_.resident, ranks);
 }
 

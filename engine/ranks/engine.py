@@ -118,7 +118,10 @@ class RankedEngine:
             self.close()
             threads = max(1, len(os.sched_getaffinity(0)) // self._ranks) if hasattr(os, "sched_getaffinity") else 1
             local = self._ranks // self._nodes.count
-            self._job = Job(self.device, local, self._nodes, {"KDTREE_THREADS": str(threads), "OMP_NUM_THREADS": "1"})
+            environment = {"KDTREE_THREADS": str(threads), "OMP_NUM_THREADS": "1"}
+            if "KDTREE_RANKS_GPUS" in os.environ:  # a test worker, which sees one GPU itself
+                environment["CUDA_VISIBLE_DEVICES"] = os.environ["KDTREE_RANKS_GPUS"]
+            self._job = Job(self.device, local, self._nodes, environment)
         return RankedSession(self._job, self._job.ask("load", Path(path).absolute(), precision, options))
 
     def kernels(self, precision: str, moe: bool) -> frozenset[str]:

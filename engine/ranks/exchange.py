@@ -27,6 +27,15 @@ class _Memory:
         self.__cuda_array_interface__ = {"shape": (size,), "typestr": "|u1", "data": (address, False), "version": 3}
 
 
+def memory_view(address: int, size: int, device: str) -> Any:
+    """A tensor of bytes over memory that somebody else owns; ``size`` bytes of ``cpu`` or of a ``cuda`` device."""
+    import torch
+
+    if device != "cpu":
+        return torch.as_tensor(_Memory(address, size), device=device)
+    return torch.frombuffer((ctypes.c_uint8 * size).from_address(address), dtype=torch.uint8)
+
+
 class TorchExchange:
     """This process's place in the job that ``torchrun`` started, and its exchanges with the other ranks."""
 
@@ -81,9 +90,7 @@ class TorchExchange:
 
     @functools.lru_cache(maxsize=4096)  # noqa: B019 - one object a process; a view says where bytes lie, not what they are
     def _view(self, address: int, size: int) -> Any:
-        if self._cuda:
-            return self._torch.as_tensor(_Memory(address, size), device=self.device)
-        return self._torch.frombuffer((ctypes.c_uint8 * size).from_address(address), dtype=self._torch.uint8)
+        return memory_view(address, size, self.device)
 
     @functools.lru_cache(maxsize=64)  # noqa: B019
     def _stream(self, stream: int) -> Any:

@@ -1,0 +1,98 @@
+"""What an exchange between GPUs costs in a CUDA graph: ``torchrun --nproc-per-node 2 -m harness.bench.collectives``.
+
+Every line: operation, bytes a rank contributes, microseconds (median over replays of a graph of `CALLS` of them, one
+after the other on one stream). ``--json FILE`` keeps them. Rank 0 prints.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+from pathlib import Path
+from typing import Any
+
+SIZES = (8, 1 << 10, 14 << 10, 28 << 10, 64 << 10, 112 << 10, 224 << 10, 448 << 10, 1 << 20, 4 << 20)
+CALLS = 20
+REPLAYS = 15
+
+
+def _time(torch: Any, call: Any) -> float:
+    """Microseconds of one call within a graph of `CALLS`."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            call()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            for _ in range(CALLS):
+                call()
+        times = []
+        for _ in range(REPLAYS):
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            graph.replay()
+            end.record()
+            torch.cuda.synchronize()
+            times.append(1e3 * float(begin.elapsed_time(end)) / CALLS)
+    return statistics.median(times)
+
+
+def main() -> int:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    import torch
+    import torch.distributed as dist
+
+    rank, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    device = torch.device(f"cuda:{os.environ['LOCAL_RANK']}")
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", device_id=device)
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    found: list[dict[str, Any]] = []
+
+    def note(operation: str, size: int, call: Any) -> None:
+        us = _time(torch, call)
+        found.append({"operation": operation, "bytes": size, "ranks": count, "us": round(us, 2)})
+        if rank == 0:
+            print(f"{operation:<22} {size:>9} bytes a rank  {us:8.2f} us", flush=True)
+
+    def sweep(label: str, make: Any) -> None:
+        for size in SIZES:
+            send, recv = make(size), make(size * count)
+            note(f"all_gather{label}", size, lambda send=send, recv=recv: gather(recv, send))
+            floats = make(size).view(torch.float32)
+            note(f"all_reduce{label}", size, lambda floats=floats: dist.all_reduce(floats))
+
+    sweep("", lambda size: torch.zeros(size, dtype=torch.uint8, device=device))
+    try:
+        backend: Any = dist.group.WORLD._get_backend(device)
+        pool = torch.cuda.MemPool(backend.mem_allocator)
+        with torch.cuda.use_mem_pool(pool):
+            block = torch.zeros(64 << 20, dtype=torch.uint8, device=device)
+        backend.register_mem_pool(pool, symm=True)
+        at = [0]
+
+        def take(size: int) -> Any:
+            first = at[0] = (at[0] + 255) // 256 * 256
+            at[0] += size
+            return block[first : first + size]
+
+        sweep("_registered", take)
+    except Exception as error:  # an older NCCL or torch: the plain figures stand
+        if rank == 0:
+            print(f"registered memory: {type(error).__name__}: {error}", flush=True)
+    if rank == 0 and options.json:
+        options.json.write_text(
+            json.dumps({"nccl": torch.cuda.nccl.version(), "lines": found}, indent=1) + "\n", "utf-8"
+        )
+    dist.barrier()
+    os._exit(0)  # graphs hold communicators that the end of the process would wait for
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

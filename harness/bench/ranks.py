@@ -1,0 +1,88 @@
+"""K2.6-shaped layers on one GPU against several: ``python -m harness.bench.ranks --ranks 2 --file MODEL.kdtr``.
+
+Three times a width: one rank; all ranks; and one rank's share of the work alone, whose exchanges are copies within its
+own GPU (``--alone``, on one GPU for any number of ranks). The first over the second is the speed-up, the third over
+the second the share that is not spent in exchanges.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from engine import create
+from engine.ranks.exchange import memory_view
+from engine.ranks.member import Member, member
+from engine.session import CsrcEngine
+from harness.bench import k26, step
+from harness.protocol import Engine
+from refs.config import ModelConfig
+from refs.kdtr import read
+
+RUNS = 5
+
+
+def repeating(count: int) -> Member:
+    """Rank 0 of ``count`` without any other: a gather gives its own part as every rank's, so that shapes and routing
+    are like the real ones, and what comes out means nothing."""
+    import torch
+
+    def all_gather(recv: int, send: int, size: int, stream: int) -> None:
+        with torch.cuda.stream(torch.cuda.ExternalStream(stream, device="cuda:0")):
+            part = memory_view(send, size, "cuda:0")
+            memory_view(recv, size * count, "cuda:0").view(count, size).copy_(part.expand(count, size))
+
+    return member(0, count, all_gather, lambda data, size, stream: None)
+
+
+def measure(label: str, engine: Engine, path: Path, precision: str, widths: Sequence[int]) -> list[dict[str, Any]]:
+    """Microseconds a forward at every width."""
+    model = ModelConfig.of(read(path).fields, str(path))
+    given = k26.requests(model, tuple(m for m in widths if m > 1), step.BLOCK)
+    found = []
+    with engine.load(path, precision, max_rows=max(widths)) as session:  # type: ignore[attr-defined]
+        for m in widths:
+            timing, decoded, rows = step.measure(session, given[m], RUNS)
+            found.append({"engine": label, "M": m, "us": round(timing.us, 1), "q1": round(timing.q1, 1),
+                          "q3": round(timing.q3, 1), "rows": rows, "forwards": decoded.forwards})  # fmt: skip
+            print(f"{label:<28} M={m:<3} {timing.us:9.1f} us a forward [{timing.q1:.1f}, {timing.q3:.1f}]", flush=True)
+    return found
+
+
+def main() -> int:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--file", type=Path, required=True, help="made if it is not there")
+    parser.add_argument("--layers", type=int, default=3, help="one dense, the others MoE")
+    parser.add_argument("--experts", type=int, default=384)
+    parser.add_argument("--vocab", type=int, default=8192, help="small, so that layers are what is timed")
+    parser.add_argument("--precision", default="int4")
+    parser.add_argument("--ranks", type=int, action="append", default=[], help="real ones, a GPU each")
+    parser.add_argument("--alone", type=int, action="append", default=[], help="the share of one of so many ranks")
+    parser.add_argument("-M", type=int, action="append", default=[], help="widths (default 1 and 16)")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    widths = options.M or [1, 16]
+    config = k26.model(num_layers=options.layers, n_routed_experts=options.experts, vocab_size=options.vocab)
+    if not options.file.exists():
+        k26.write(options.file, config, lambda text: print(text, file=sys.stderr, flush=True))
+    engines: list[tuple[str, Any]] = [("one rank", lambda: create("cuda"))]
+    engines += [(f"share of {n} ranks, alone", lambda n=n: CsrcEngine("cuda:0", repeating(n))) for n in options.alone]
+    engines += [(f"{n} ranks", lambda n=n: create("cuda", ranks=n)) for n in options.ranks]
+    found: list[dict[str, Any]] = []
+    for label, make in engines:
+        engine = make()
+        found += measure(label, engine, options.file, options.precision, widths)
+        if hasattr(engine, "close"):
+            engine.close()
+        if options.json:
+            options.json.write_text(json.dumps(found, indent=1) + "\n", "utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
