@@ -53,7 +53,7 @@ def workers_that_fit(gpus: Sequence[Gpu], configs: Iterable[str], wanted: int) -
 
 
 def give(worker: int, gpus: Sequence[str], environment: MutableMapping[str, str]) -> None:
-    """Let worker number ``worker`` see one GPU alone, by UUID; before anything loads CUDA. Its ranks see all of them."""
+    """Let worker number ``worker`` see one GPU alone, by UUID, and its ranks all; before CUDA is loaded."""
     environment["CUDA_VISIBLE_DEVICES"] = gpus[worker % len(gpus)]
     environment["KDTREE_RANKS_GPUS"] = ",".join(gpus)
 
