@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.ranks.job import Job, Nodes
+from engine.ranks.shares import check_file
 from engine.session import CsrcEngine
 from harness.protocol import F32, Decoded, DecodeRequest, RankError
 
@@ -88,6 +89,10 @@ class RankedSession:
         held = [tuple(pair) for pair in self._job.ask("each", self._number, "memory")]
         return max(pair[0] for pair in held), max(pair[1] for pair in held)
 
+    def weights(self) -> list[Mapping[str, tuple[int, int, int, int]]]:
+        """What each rank holds, see `engine.session.CsrcSession.weights`."""
+        return list(self._job.ask("each", self._number, "weights"))
+
     def close(self) -> None:
         """Free everything on every rank."""
         if self._open and not self._job.failure:
@@ -114,6 +119,7 @@ class RankedEngine:
 
     def load(self, path: Path, precision: str, **options: Any) -> RankedSession:
         """Open a KDTR file on every rank; options as those of `engine.session.CsrcEngine.load`."""
+        check_file(path, self._ranks)
         if self._job is None or self._job.failure:
             self.close()
             threads = max(1, len(os.sched_getaffinity(0)) // self._ranks) if hasattr(os, "sched_getaffinity") else 1

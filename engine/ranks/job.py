@@ -56,14 +56,28 @@ class _Rank:
     silent: bool = False
     gone: bool = False
 
+    @property
+    def done(self) -> bool:
+        """It was told to end, and did."""
+        return self.words is not None and self.words[0] == "done"
+
+    @property
+    def in_trouble(self) -> bool:
+        return not self.done and (self.gone or self.silent or self.words is not None)
+
 
 class Job:
     """``torchrun`` and its ranks on this host; on node 0 also the line over which commands go to rank 0."""
 
     def __init__(
-        self, device: str, ranks: int, nodes: Nodes | None = None, environment: Mapping[str, str] | None = None
+        self,
+        device: str,
+        ranks: int,
+        nodes: Nodes | None = None,
+        environment: Mapping[str, str] | None = None,
+        start_seconds: float = START_SECONDS,
     ) -> None:
-        """``ranks`` of this host. Raises RankError when not all of them came within `START_SECONDS`."""
+        """``ranks`` of this host. Raises RankError when not all of them came within ``start_seconds``."""
         self._nodes = nodes or Nodes()
         self._local = ranks
         self.folder = Path(tempfile.mkdtemp(prefix="kdtree-ranks-"))
@@ -88,7 +102,7 @@ class Job:
         )
         threading.Thread(target=self._accept, name="ranks-accept", daemon=True).start()
         threading.Thread(target=self._look, name="ranks-look", daemon=True).start()
-        self._wait_for_all()
+        self._wait_for_all(start_seconds)
 
     def _command(self) -> list[str]:
         n = self._nodes
@@ -121,9 +135,9 @@ class Job:
 
     def wait(self) -> str:
         """Until the job has ended: why it failed, empty if it did not. For hosts that only take part."""
-        self._torchrun.wait()
-        with self._changed:
-            self._changed.wait_for(lambda: self.failure or self._ending, GRACE + 1.0)
+        if self._torchrun.wait():
+            with self._changed:
+                self._changed.wait_for(lambda: bool(self.failure), GRACE + END_SECONDS)
         return self.failure
 
     def close(self) -> None:
@@ -150,17 +164,22 @@ class Job:
         """Process ids of this host's ranks, by rank."""
         return {rank.number: rank.pid for rank in self._ranks.values()}
 
-    def _wait_for_all(self) -> None:
+    @property
+    def torchrun(self) -> int:
+        """Its process id."""
+        return self._torchrun.pid
+
+    def _wait_for_all(self, seconds: float) -> None:
         lead = self._nodes.node == 0
 
         def settled() -> bool:
             return bool(self.failure) or (len(self._ranks) == self._local and (not lead or self._control is not None))
 
         with self._changed:
-            done = self._changed.wait_for(settled, START_SECONDS)
+            done = self._changed.wait_for(settled, seconds)
         if not done:
             came = ", ".join(str(number) for number in sorted(self._ranks)) or "none"
-            self._fail(f"not every rank came within {START_SECONDS:.0f} s; of {self._local} here: {came}", [])
+            self._fail(f"not every rank came within {seconds:.0f} s; of {self._local} here: {came}", [])
         if self.failure:
             raise RankError(self.failure)
 
@@ -196,8 +215,10 @@ class Job:
         while not self._ending:
             for rank in list(self._ranks.values()):
                 rank.silent = rank.silent or (not rank.gone and time.monotonic() - rank.heard > SILENT)
-            ended = self._torchrun.poll() is not None
-            if ended or any(rank.gone or rank.silent or rank.words for rank in self._ranks.values()):
+            status = self._torchrun.poll()
+            if status == 0:
+                self._ending = True
+            elif status is not None or any(rank.in_trouble for rank in self._ranks.values()):
                 break
             time.sleep(0.1)
         if self._ending:

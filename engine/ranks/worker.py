@@ -137,6 +137,7 @@ def main() -> int:
         watch.words(kind_of(error, rank), f"{type(error).__name__}: {error}")
         sys.stderr.flush()
         os._exit(1)  # nothing may wait for the others any more
+    watch.words("done", "")
     exchange.close()
     return 0
 

@@ -52,6 +52,10 @@ class Exchange:
         """Let nobody wait any more."""
         self._barrier.abort()
 
+    def reset(self) -> None:
+        """Be usable again, when nobody waits."""
+        self._barrier.reset()
+
 
 class Together:
     """One session a rank; `call` makes all of them do the same and gives their results by rank."""
@@ -74,6 +78,7 @@ class Together:
 
         futures = [self._pool.submit(guarded, task) for task in tasks]
         errors = [error for error in (future.exception() for future in futures) if error]
+        self.exchange.reset()
         for error in errors:  # of several, the one that is not about the others
             if "failed: another rank" not in str(error):
                 raise error

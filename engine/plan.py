@@ -1,0 +1,216 @@
+"""``kdtree plan``: what a rank holds - weights, cache, workspace - before any device is asked for it.
+
+The sizes are those of ``csrc/model.cpp`` and ``csrc/finder.h``; `tests/ranks/test_plan.py` holds them against what
+sessions allocate. GiB are 2^30 bytes. What the driver, CUDA's context and NCCL take is not the engine's: ``--reserve``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from engine.ranks.shares import undivided
+from harness.bench import k26
+from harness.cells import FAILED, INFRASTRUCTURE, PASSED
+from harness.cli import Parser
+from refs.config import ModelConfig
+from refs.quant import GROUP, groups
+
+GIB = 1 << 30
+K26 = "k2.6"
+"""Stands for Kimi K2.6 at its full size; so does any config.json of a checkpoint."""
+BF16 = ("bf16", "int4-bf16")
+PRECISIONS = ("fp32", "int4", *BF16)
+WHOLE = ("attn.q_a.w", "attn.kv_a.w", "router.w", "router.bias", "norm.w")
+"""Endings of the tensors that every rank holds whole."""
+CONTEXTS = (4096, 8192, 32768, 131072, 262144)
+ROWS = 65
+SEGMENT = 512  # keys whose partial results attention keeps apart on a GPU (csrc/cuda/mla_attention.cu)
+STATE = 4096  # bytes of a step's state and checksums
+ROW_STATE = 64  # bytes of a row's token, parent, depth, choice, score, acceptance
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Bytes of one rank."""
+
+    precision: str
+    ranks: int
+    context: int
+    rows: int
+    weights: dict[str, int]
+    """By group: experts, attention, dense and shared, vocabulary, whole (what every rank holds)."""
+    cache: int
+    workspace: int
+
+    @property
+    def total(self) -> int:
+        return sum(self.weights.values()) + self.cache + self.workspace
+
+
+def weights(config: ModelConfig, precision: str, ranks: int) -> dict[str, int]:
+    """Bytes of a rank's weights by group."""
+    found = dict.fromkeys(("experts", "attention", "dense and shared", "vocabulary", "whole"), 0)
+    plain = 2 if precision in BF16 else 4
+    for name, shape in config.shapes().items():
+        count = math.prod(shape)
+        if ".experts." in name and precision.startswith("int4"):
+            size = count // shape[-1] * groups(shape[-1]) * (GROUP // 2 + 2)
+        else:
+            size = count * (4 if name.endswith(("norm.w", "router.bias")) else plain)
+        if name.endswith(WHOLE):
+            found["whole"] += size
+            continue
+        group = (
+            "experts" if ".experts." in name else "attention" if ".attn." in name
+            else "vocabulary" if name in ("embed.w", "lm_head.w") else "dense and shared"
+        )  # fmt: skip
+        found[group] += size // ranks
+    return found
+
+
+def workspace(config: ModelConfig, precision: str, ranks: int, context: int, rows: int, device: str) -> int:
+    """Bytes of a step's buffers, of the exchanges and of scratch."""
+    c, operand = config, 2 if precision in BF16 else 4
+    moe, dense = c.first_k_dense < c.num_layers, c.first_k_dense > 0
+    heads, shared = c.num_heads // ranks, c.n_shared_experts * c.moe_intermediate_size
+    q, o = c.num_heads * (c.qk_nope_head_dim + c.qk_rope_head_dim), c.num_heads * c.v_head_dim
+    acts = c.num_experts_per_tok * c.moe_intermediate_size + shared if moe else 0
+    act = max(acts, c.intermediate_size if dense else 0)
+    row = 4 * (c.hidden_size + c.q_lora_rank + c.kv_lora_rank + c.qk_rope_head_dim + q // ranks + c.vocab_size)
+    row += operand * (heads * (2 * c.kv_lora_rank + c.qk_rope_head_dim) + o)
+    row += operand * (acts + (c.intermediate_size if dense else 0))
+    row += 4 * (c.n_routed_experts + 2 * c.num_experts_per_tok) if moe else 0
+    if ranks > 1:
+        row += (4 * (c.hidden_size + c.vocab_size) + operand * (o + act)) // ranks
+        row += 4 * max(act, c.hidden_size, o, q, c.num_heads * c.kv_lora_rank, c.vocab_size)
+    angles = 4 * context * c.qk_rope_head_dim
+    scratch = _cuda_scratch(c, heads, context, rows) if device == "cuda" else _cpu_scratch(c, precision, heads, rows)
+    return rows * (row + ROW_STATE) + 4 * rows * rows + angles + scratch + STATE
+
+
+def _cuda_scratch(c: ModelConfig, heads: int, context: int, rows: int) -> int:
+    """Attention's partial results by segment of keys are the most there is."""
+    segments = -(-context // SEGMENT)
+    return 4 * rows * heads * segments * (c.kv_lora_rank + 2) if segments > 1 else 0
+
+
+def _cpu_scratch(c: ModelConfig, precision: str, heads: int, rows: int) -> int:
+    """Rows normed and packed for a product, and a product of every chosen expert."""
+    o = c.num_heads * c.v_head_dim
+    k = max(c.hidden_size, c.q_lora_rank, o, c.intermediate_size if c.first_k_dense else 0)
+    linear = rows * (4 * (k + groups(k) * GROUP) + 8)
+    chosen = c.num_experts_per_tok
+    inner, dim = groups(c.moe_intermediate_size) * GROUP, c.hidden_size
+    moe = rows * 4 * (2 * dim + groups(dim) * GROUP + chosen * (inner + dim + 5) + 4) + 8 * c.n_routed_experts
+    attention = 4 * rows * heads * c.kv_lora_rank if precision in BF16 else 0
+    return max(linear, moe if c.first_k_dense < c.num_layers else 0, attention)
+
+
+def plan(config: ModelConfig, precision: str, ranks: int, context: int, rows: int = ROWS, device: str = "cuda") -> Plan:
+    """What one of ``ranks`` holds for sessions of ``context`` positions and steps of up to ``rows`` rows.
+
+    Raises ValueError naming the field when ``ranks`` cannot share the model.
+    """
+    if bad := undivided(config, ranks):
+        raise ValueError(f"{bad[0]}: {ranks} ranks cannot share {getattr(config, bad[0])} evenly")
+    element = 2 if precision in BF16 else 4
+    cache = element * (context + rows) * config.num_layers * (config.kv_lora_rank + config.qk_rope_head_dim)
+    space = workspace(config, precision, ranks, context, rows, device)
+    return Plan(precision, ranks, context, rows, weights(config, precision, ranks), cache, space)
+
+
+def longest(config: ModelConfig, precision: str, ranks: int, rows: int, room: int) -> int:
+    """The longest context, up to the model's own, that ``room`` bytes a rank hold; 0 if none does."""
+    low, high = 0, config.max_context
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if plan(config, precision, ranks, middle, rows).total <= room else (low, middle - 1)
+    return low
+
+
+def find(name: str) -> ModelConfig:
+    """A config of refs/configs, ``k2.6``, a checkpoint's config.json or a KDTR file. Raises what reading it raises."""
+    path = Path(name)
+    if name == K26:
+        return k26.model(num_layers=61, max_context=262144)
+    if path.suffix == ".kdtr":
+        from refs import kdtr
+        from refs.drafter_config import split
+
+        return ModelConfig.of(split(kdtr.read(path).fields)[0], name)
+    if path.suffix == ".json" or path.is_dir():
+        from engine.hf_config import read_config
+
+        folder = path if path.is_dir() else path.parent
+        return ModelConfig.of(read_config(folder).fields, str(folder / "config.json"))
+    from refs import recipe
+
+    return recipe.load(name).model
+
+
+def table(config: ModelConfig, options: argparse.Namespace, room: int) -> list[str]:
+    """Lines for a reader."""
+    first = plan(config, options.precision, options.gpus, options.context[0], options.rows)
+    lines = [f"{options.config} in {options.precision} on {options.gpus} GPUs of {options.memory:g} GiB, a GPU:"]
+    for group, size in first.weights.items():
+        lines.append(f"  {group:<18} {size / GIB:8.2f} GiB" + (" (on every one)" if group == "whole" else ""))
+    lines.append(f"  {'weights':<18} {sum(first.weights.values()) / GIB:8.2f} GiB; reserved {options.reserve:g} GiB")
+    lines.append(
+        f"  {'context':>9} {'cache':>9} {'workspace':>10} {'total':>9}  GiB, steps of up to {options.rows} rows"
+    )
+    for context in options.context:
+        p = plan(config, options.precision, options.gpus, context, options.rows)
+        fits = "fits" if p.total <= room else f"lacks {(p.total - room) / GIB:.2f} GiB"
+        sizes = f"{p.cache / GIB:9.2f} {p.workspace / GIB:10.2f} {p.total / GIB:9.2f}"
+        lines.append(f"  {context:>9} {sizes}  {fits}")
+    best = longest(config, options.precision, options.gpus, options.rows, room)
+    lines.append(f"longest context that fits: {best}" if best else "no context fits: take more GPUs or larger ones")
+    return lines
+
+
+def main(argv: Sequence[str]) -> int:
+    """``kdtree plan CONFIG --gpus 8 --memory 96``: 0 something fits, 1 nothing does, 3 the config or the arguments."""
+    parser = Parser(
+        prog="kdtree plan",
+        description="What fits where: weights, cache by context length and workspace of each of several GPUs.",
+        epilog=f"examples:\n  kdtree plan {K26} --gpus 8 --memory 96\n  kdtree plan config.json --gpus 16 --memory 96 "
+        "--precision int4\n\n"
+        f"exit status: {PASSED} a context fits, {FAILED} none does, {INFRASTRUCTURE} the config or the arguments",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("config", help=f"a name of refs/configs, {K26}, a checkpoint's config.json, or a KDTR file")
+    parser.add_argument("--gpus", type=int, default=1)
+    parser.add_argument("--memory", type=float, required=True, help="GiB of one GPU")
+    parser.add_argument("--reserve", type=float, default=2.0, help="GiB of it for CUDA, NCCL and others (default: 2)")
+    parser.add_argument("--precision", choices=PRECISIONS, default="int4-bf16")
+    parser.add_argument("--context", type=int, action="append", default=[], help="may be repeated")
+    parser.add_argument("--rows", type=int, default=ROWS, help="the widest step: tree budget and root")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args(argv)
+    if min(options.gpus, options.rows, *(options.context or [1])) < 1 or options.memory <= options.reserve:
+        parser.error("GPUs, rows and contexts are at least 1, the memory more than the reserve")
+    room = int((options.memory - options.reserve) * GIB)
+    try:
+        config = find(options.config)
+        options.context = options.context or [c for c in CONTEXTS if c < config.max_context] + [config.max_context]
+        best = longest(config, options.precision, options.gpus, options.rows, room)
+        plans = [plan(config, options.precision, options.gpus, c, options.rows) for c in options.context]
+    except (OSError, ValueError) as error:
+        print(f"kdtree plan: {error}", file=sys.stderr)
+        return INFRASTRUCTURE
+    if options.json:
+        rows = [{**asdict(p), "total": p.total, "fits": p.total <= room} for p in plans]
+        print(json.dumps({"config": options.config, "room": room, "longest_context": best, "plans": rows}, indent=1))
+    else:
+        print("\n".join(table(config, options, room)))
+    return PASSED if best else FAILED
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

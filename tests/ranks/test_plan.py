@@ -1,0 +1,75 @@
+"""`kdtree plan` against what sessions allocate, and against the published size of the real model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from together import Together
+
+import engine
+from engine import plan
+from engine.ranks.shares import undivided
+from harness.bench import k26
+from harness.bundles import ensure
+from harness.cells import FAILED, INFRASTRUCTURE, PASSED
+from refs.config import ModelConfig
+from refs.drafter_config import split
+from refs.kdtr import read
+
+ROWS, CONTEXT = 24, 300
+
+
+@pytest.fixture(scope="module")
+def bundle() -> Path:
+    return ensure(["experts"])["experts"]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("precision", ["fp32", "int4"])
+def test_a_session_allocates_what_is_planned(bundle: Path, precision: str, ranks: int) -> None:
+    """On the CPU weights stay in the file: the bytes of what a rank was given are counted, and the rest allocated."""
+    config = ModelConfig.of(split(read(bundle).fields)[0], str(bundle))
+    planned = plan.plan(config, precision, ranks, CONTEXT, ROWS, "cpu")
+    options = {"context": CONTEXT, "max_rows": ROWS}
+    if ranks == 1:
+        with engine.create("cpu").load(bundle, precision, **options) as session:  # type: ignore[arg-type]
+            held = [(session.weights(), session.memory()[0])]
+    else:
+        with Together(bundle, precision, ranks, **options) as many:
+            held = list(zip(many.call("weights"), many.call("memory"), strict=True))
+            held = [(weights, memory[0]) for weights, memory in held]
+    for weights, allocated in held:
+        assert sum(size * count for _, size, count, _ in weights.values()) == sum(planned.weights.values())
+        assert allocated <= planned.cache + planned.workspace <= 1.1 * allocated
+
+
+def test_k26_is_as_large_as_it_is_said_to_be() -> None:
+    """The checkpoint has 595 GB: 4-bit experts, the rest bf16. Its 8 shares are eighths but for what is held whole."""
+    config = plan.find(plan.K26)
+    one, eight = (plan.weights(config, "int4-bf16", ranks) for ranks in (1, 8))
+    assert 585e9 < sum(one.values()) < 600e9
+    assert eight["whole"] == one["whole"]
+    shared = sum(one.values()) - one["whole"]
+    assert abs(sum(eight.values()) - eight["whole"] - shared / 8) < 1e6
+
+
+def test_eight_gpus_of_96_hold_it_and_four_do_not(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [plan.K26, "--memory", "96", "--json", "--gpus"]
+    assert plan.main([*arguments, "8"]) == PASSED
+    found = json.loads(capsys.readouterr().out)
+    assert found["longest_context"] >= 131072
+    assert [row["fits"] for row in found["plans"]][:2] == [True, True]
+    assert plan.main([*arguments, "4"]) == FAILED
+
+
+def test_ranks_that_cannot_share_the_model_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan.main([plan.K26, "--memory", "96", "--gpus", "3"]) == INFRASTRUCTURE
+    assert "num_heads: 3 ranks cannot share 64 evenly" in capsys.readouterr().err
+    assert undivided(k26.model(), 16) == []
+
+
+def test_a_config_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan.main(["nothing", "--memory", "96"]) == INFRASTRUCTURE
+    assert "known configs" in capsys.readouterr().err

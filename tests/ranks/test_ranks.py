@@ -1,0 +1,116 @@
+"""Sessions shared by ranks: the bits of one rank, decisions taken once, weights that stay what they are."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from together import Together
+
+import engine
+from engine.session import CsrcSession
+from harness.bundles import ensure
+from harness.golden import Golden
+from harness.matrix import PRECISIONS
+from harness.protocol import F32, ConfigError, RankDiverged, RequestError, TokenError
+
+
+@pytest.fixture(scope="module")
+def bundle() -> Path:
+    return ensure(["tiny"])["tiny"]
+
+
+@pytest.fixture
+def one(bundle: Path, precision: str) -> Iterator[CsrcSession]:
+    with engine.create("cpu").load(bundle, precision, poison=True) as session:
+        yield session  # type: ignore[misc]
+
+
+def same(a: F32, b: F32) -> bool:
+    return np.array_equal(a.view(np.uint32), b.view(np.uint32))
+
+
+@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_every_rank_has_the_bits_of_one(bundle: Path, one: CsrcSession, precision: str, count: int) -> None:
+    golden = Golden.open(bundle, precision)
+    request = golden.request("noisy")
+    with Together(bundle, precision, count) as many:
+        alone = one.decode(request)
+        caches = [one.cache(layer) for layer in range(one.layers)]
+        for decoded, rank in zip(many.call("decode", request), many.sessions, strict=True):
+            assert (decoded.tokens, decoded.rounds) == (alone.tokens, alone.rounds)
+            assert same(decoded.logits, alone.logits)
+            for layer, (latent, k_rope) in enumerate(caches):
+                assert same(rank.cache(layer)[0], latent)
+                assert same(rank.cache(layer)[1], k_rope)
+            assert rank.broken_guard() == ""
+        taps = one.taps(golden.prompt, operations=True)
+        for found in many.call("taps", golden.prompt, operations=True):
+            assert found.keys() == taps.keys()
+            assert [name for name in taps if not same(found[name], taps[name])] == []
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_ranks_have_their_part_and_nothing_else(bundle: Path, one: CsrcSession, precision: str) -> None:
+    """Block by block the ranks' bytes, one after the other, are the tensor's; what is whole is the same everywhere."""
+    with Together(bundle, precision, 2) as many:
+        parts = many.call("weights")
+        for name, (at, size, count, pitch) in one.weights().items():
+            tensor = b"".join(ctypes.string_at(at + block * pitch, size) for block in range(count))
+            (first, part, blocks, step), (second, *_) = parts[0][name], parts[1][name]
+            if part * blocks == len(tensor):
+                assert any(word in name for word in ("norm", "router", "q_a", "kv_a")), name
+                assert ctypes.string_at(first, len(tensor)) == ctypes.string_at(second, len(tensor)) == tensor
+                continue
+            pieces = [ctypes.string_at(rank + b * step, part) for b in range(blocks) for rank in (first, second)]
+            assert b"".join(pieces) == tensor, name
+
+
+def test_a_model_that_cannot_be_shared_is_refused_before_it_is_loaded(bundle: Path) -> None:
+    with pytest.raises(ConfigError, match="num_heads: 3 ranks cannot share 4 evenly"):
+        Together(bundle, "fp32", 3)
+
+
+def test_errors_of_a_request_leave_the_ranks_usable(bundle: Path) -> None:
+    golden = Golden.open(bundle, "int4")
+    with Together(bundle, "int4", 2) as many:
+        with pytest.raises(TokenError):
+            many.call("step", 10**6)
+        with pytest.raises(RequestError):
+            many.call("prefill", [])
+        assert many.call("decode", golden.request())[1].tokens == golden.tokens
+
+
+def test_other_logits_on_one_rank_are_noticed_in_their_round(bundle: Path) -> None:
+    """A gather that gives one rank other logits: nothing but the checksums of the round can show it."""
+    golden = Golden.open(bundle, "int4")
+    size = 4 * golden.field("vocab_size")
+    armed: list[int] = []
+
+    def spoil(rank: int, at: int, part: int) -> None:
+        if rank == 1 and armed and part == size // 2:  # one row of logits, half from each rank
+            word = ctypes.c_uint32.from_address(at + 40)
+            word.value ^= 1
+
+    with Together(bundle, "int4", 2, spoil=spoil) as many:
+        many.call("decode", golden.request())
+        armed.append(1)
+        with pytest.raises(RankDiverged, match="round 0: the checksum over tokens and logits of rank 1 is not that"):
+            many.call("decode", golden.request())
+
+
+def test_exchanges_of_a_step(bundle: Path) -> None:
+    """Four a layer, one for the embedding, one for the logits, one for the checksums; two decisions are handed over."""
+    golden = Golden.open(bundle, "int4")
+    with Together(bundle, "int4", 2) as many:
+        layers = golden.field("num_layers")
+        many.call("decode", golden.request(max_tokens=4))
+        before = many.exchange.gathers, many.exchange.broadcasts
+        many.call("decode", golden.request(max_tokens=5))
+        gathers, broadcasts = many.exchange.gathers - before[0], many.exchange.broadcasts - before[1]
+        prefill = 1 + 4 * layers + 1, 1
+        assert (gathers, broadcasts) == (prefill[0] + 5 * (4 * layers + 3), prefill[1] + 5 * 2)
