@@ -65,6 +65,6 @@ class Watch:
             self._since = None
 
     def words(self, kind: str, text: str) -> None:
-        """Last words. ``kind``: ``diverged``, ``error``, ``waited`` for a rank that another one let down, or ``done``."""
+        """Last words. ``kind``: ``diverged``, ``error``, ``waited`` if another rank let this one down, or ``done``."""
         with contextlib.suppress(OSError):
             self._send("words", kind, text)
