@@ -118,31 +118,28 @@ def bf16_to_f32(raw: Bytes, scratch: Scratch) -> Bytes:
     return scratch.upper_halves(bits)
 
 
-def bf16_scale(raw: Bytes, scratch: Scratch) -> Bytes:
-    """A bf16 scale, unchanged; finite."""
-    try:
-        _require_finite_bf16(raw.reshape(-1).view("<u2"))
-    except BadValue as bad:
-        raise BadValue(bad.index, "the scale is not finite") from None
+def bf16_to_bf16(raw: Bytes, scratch: Scratch) -> Bytes:
+    """bf16, unchanged; finite."""
+    _require_finite_bf16(raw.reshape(-1).view("<u2"))
     return raw
 
 
-def f32_scale(raw: Bytes, scratch: Scratch) -> Bytes:
-    """An f32 scale that is a bf16; another one is refused, because rounding it would change the weights."""
+def f32_to_bf16(raw: Bytes, scratch: Scratch) -> Bytes:
+    """An f32 that is a bf16; another one is refused, because rounding it would change the weights."""
     _require_finite(raw.reshape(-1).view("<f4"), scratch)
     bits = raw.reshape(-1).view("<u4")
     low = np.flatnonzero(bits & 0xFFFF)
     if low.size:
         value = bits[low[0]].view("<f4")
-        raise BadValue(int(low[0]), f"the scale {value!r} is no bf16, and rounding it would change the weights")
+        raise BadValue(int(low[0]), f"{value!r} is no bf16, and rounding it would change the weights")
     out = scratch.out(2 * bits.size).view("<u2")
     np.copyto(out, bits >> 16, casting="unsafe")
     return out.view(np.uint8)
 
 
-def f16_scale(raw: Bytes, scratch: Scratch) -> Bytes:
-    """An f16 scale that is a bf16; see `f32_scale`."""
-    return f32_scale(raw.reshape(-1).view("<f2").astype("<f4").view(np.uint8), scratch)
+def f16_to_bf16(raw: Bytes, scratch: Scratch) -> Bytes:
+    """An f16 that is a bf16; see `f32_to_bf16`."""
+    return f32_to_bf16(raw.reshape(-1).view("<f2").astype("<f4").view(np.uint8), scratch)
 
 
 def copy(raw: Bytes, scratch: Scratch) -> Bytes:
@@ -178,4 +175,4 @@ def quantise(k: int, part: str, to_f32: Convert) -> Convert:
 
 
 TO_F32: dict[str, Convert] = {"F32": f32_to_f32, "F16": f16_to_f32, "BF16": bf16_to_f32}
-TO_SCALE: dict[str, Convert] = {"BF16": bf16_scale, "F32": f32_scale, "F16": f16_scale}
+TO_BF16: dict[str, Convert] = {"BF16": bf16_to_bf16, "F32": f32_to_bf16, "F16": f16_to_bf16}

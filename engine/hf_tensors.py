@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from engine.convert import QUANTISE_COPIES, TO_F32, TO_SCALE, Convert, Piece, copy, pad_nibbles, quantise
+from engine.convert import QUANTISE_COPIES, TO_BF16, TO_F32, Convert, Piece, copy, pad_nibbles, quantise
 from engine.hf_config import HfConfig
 from engine.hf_quantization import FP8_REMEDY, read_packing
 from engine.hf_slice import Selection, sliced
@@ -58,8 +58,11 @@ class Plan:
 class Planner:
     """Builds the plan of one checkpoint."""
 
-    def __init__(self, checkpoint: Checkpoint, hf: HfConfig, selection: Selection, quantise_to: str | None) -> None:
-        self.checkpoint, self.hf = checkpoint, hf
+    def __init__(
+        self, checkpoint: Checkpoint, hf: HfConfig, selection: Selection, quantise_to: str | None, matrices: str = "f32"
+    ) -> None:
+        """``quantise_to``: ``int4`` or ``both``, of float experts; ``matrices``: ``f32``, or ``bf16`` as ``.bw``."""
+        self.checkpoint, self.hf, self.matrices = checkpoint, hf, matrices
         self.packing = read_packing(hf.quantization) if hf.quantization else None
         self.config, chosen = sliced(hf.fields, selection, str(hf.file))
         self.layers, self.experts = chosen.layers or (), chosen.experts or ()
@@ -78,10 +81,14 @@ class Planner:
         """Everything checked, nothing written."""
         tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
         for precision in self.precisions:
-            tensors |= {n: (dtype, shape) for n, (shape, dtype) in self.config.stored(precision).items()}
+            for name, (shape, dtype) in self.config.stored(precision).items():
+                narrow = self.matrices == "bf16" and dtype == "f32" and len(shape) > 1
+                tensors[name.removesuffix("w") + "bw" if narrow else name] = ("bf16" if narrow else dtype, shape)
         pieces = {name: list(self._pieces(name, shape)) for name, (_, shape) in sorted(tensors.items())}
         left_out = self._left_out()
-        return Plan(self.config, self.precisions, tensors, pieces, self.layers, self.experts, left_out)
+        names = {"fp32": "bf16", "int4": "int4-bf16"} if self.matrices == "bf16" else {}
+        precisions = tuple(names.get(precision, precision) for precision in self.precisions)
+        return Plan(self.config, precisions, tensors, pieces, self.layers, self.experts, left_out)
 
     def _fail(self, name: str, reason: str) -> CheckpointError:
         return CheckpointError(self.checkpoint.listing, name, reason)
@@ -111,11 +118,11 @@ class Planner:
             raise CheckpointError(source.path, name, f"shape {list(source.shape)}, the config asks for {list(shape)}")
         return source
 
-    def _floats(self, module: str, source: Source) -> Convert:
+    def _floats(self, module: str, source: Source, *, narrow: bool = False) -> Convert:
         if source.dtype not in TO_F32:
             raise CheckpointError(source.path, source.name, f"{source.dtype}, must be one of {', '.join(TO_F32)}")
         self._check_packing(module, packed=False)
-        return TO_F32[source.dtype]
+        return (TO_BF16 if narrow else TO_F32)[source.dtype]
 
     def _check_packing(self, module: str, *, packed: bool) -> None:
         """The quantisation config and the tensors must say the same of every Linear module."""
@@ -130,10 +137,12 @@ class Planner:
 
     def _pieces(self, name: str, shape: tuple[int, ...]) -> Iterator[Piece]:
         """What fills KDTR tensor ``name``."""
+        narrow = name.endswith(".bw")
+        name = name.removesuffix("bw") + "w" if narrow else name
         if name == "lm_head.w":
-            yield self._whole(self._head(shape), shape)
+            yield self._whole(self._head(shape), shape, narrow)
         elif name in TOP:
-            yield self._whole(self.prefix + TOP[name], shape)
+            yield self._whole(self.prefix + TOP[name], shape, narrow)
         else:
             _, index, rest = name.split(".", 2)
             layer = self.layers[int(index)]
@@ -141,17 +150,18 @@ class Planner:
                 _, part, kind = rest.split(".")
                 for expert in self.experts:
                     module = self._module(layer, f"mlp.experts.{expert}.{part}_proj")
-                    yield self._packed(module, kind) if self.stacks_packed else self._plain(module, kind)
+                    yield self._packed(module, kind) if self.stacks_packed else self._plain(module, kind, narrow)
             elif rest.startswith("router."):
-                yield from self._router(self._module(layer, LAYER[rest]), shape)
+                yield from self._router(self._module(layer, LAYER[rest]), shape, narrow)
             else:
-                yield self._whole(self._module(layer, LAYER[rest]), shape)
+                yield self._whole(self._module(layer, LAYER[rest]), shape, narrow)
 
-    def _whole(self, name: str, shape: tuple[int, ...]) -> Piece:
+    def _whole(self, name: str, shape: tuple[int, ...], narrow: bool) -> Piece:
         if f"{name}_packed" in self.checkpoint.shards:
             raise self._fail(f"{name}_packed", "packed; only the routed experts can be INT4 in a KDTR model")
         source = self._source(name, shape)
-        return _rows(source, shape[-1], 4 * shape[-1], self._floats(name.rsplit(".", 1)[0], source))
+        convert = self._floats(name.rsplit(".", 1)[0], source, narrow=narrow)
+        return _rows(source, shape[-1], (2 if narrow else 4) * shape[-1], convert)
 
     def _head(self, shape: tuple[int, ...]) -> str:
         embed = self.prefix + TOP["embed.w"]
@@ -176,27 +186,28 @@ class Planner:
             if blocks[0][:size] != blocks[1][:size]:
                 raise CheckpointError(other.path, other.name, reason)
 
-    def _router(self, name: str, shape: tuple[int, ...]) -> Iterator[Piece]:
+    def _router(self, name: str, shape: tuple[int, ...], narrow: bool) -> Iterator[Piece]:
         """The kept experts' rows, consecutive ones in one piece."""
         whole = (int(self.hf.fields["n_routed_experts"]), *shape[1:])
         source = self._source(name, whole)
         if source.dtype not in TO_F32:
             raise CheckpointError(source.path, name, f"{source.dtype}, must be one of {', '.join(TO_F32)}")
         columns = shape[1] if len(shape) > 1 else 1
-        piece = _rows(source, columns, 4 * columns, TO_F32[source.dtype])
+        convert = (TO_BF16 if narrow else TO_F32)[source.dtype]
+        piece = _rows(source, columns, (2 if narrow else 4) * columns, convert)
         ids = np.array(self.experts)
         for run in np.split(ids, np.flatnonzero(np.diff(ids) != 1) + 1):
             yield replace(piece, first_row=int(run[0]), rows=len(run))
 
-    def _plain(self, module: str, kind: str) -> Piece:
-        """One expert's matrix stored as floats: as f32 (``w``), or quantised (``qw``, ``sc``)."""
+    def _plain(self, module: str, kind: str, narrow: bool) -> Piece:
+        """One expert's matrix stored as floats: as it is (``w``), or quantised (``qw``, ``sc``)."""
         n, k = self._expert_shape(module)
         if f"{module}.weight_packed" in self.checkpoint.shards:
             raise self._fail(f"{module}.weight_packed", "packed, while other experts are not")
         source = self._source(f"{module}.weight", (n, k))
-        to_f32 = self._floats(module, source)
         if kind == "w":
-            return _rows(source, k, 4 * k, to_f32)
+            return _rows(source, k, (2 if narrow else 4) * k, self._floats(module, source, narrow=narrow))
+        to_f32 = self._floats(module, source)
         out = 16 * groups(k) if kind == "qw" else 2 * groups(k)
         return replace(_rows(source, k, out, quantise(k, kind, to_f32)), copies=QUANTISE_COPIES)
 
@@ -208,9 +219,9 @@ class Planner:
         self._check_packing(module, packed=True)
         if kind == "sc":
             source = self._source(f"{module}.weight_scale", (n, groups(k)))
-            if source.dtype not in TO_SCALE:
-                raise CheckpointError(source.path, source.name, f"{source.dtype}, must be one of {', '.join(TO_SCALE)}")
-            return _rows(source, groups(k), 2 * groups(k), TO_SCALE[source.dtype])
+            if source.dtype not in TO_BF16:
+                raise CheckpointError(source.path, source.name, f"{source.dtype}, must be one of {', '.join(TO_BF16)}")
+            return _rows(source, groups(k), 2 * groups(k), TO_BF16[source.dtype])
         source = self._source(f"{module}.weight_packed", (n, -(-k // 8)))
         if source.dtype != "I32":
             raise CheckpointError(source.path, source.name, f"{source.dtype}, must be I32")

@@ -68,6 +68,12 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--drafter", type=Path, metavar="DIR", help="a DFlash drafter's directory, put into the same file")
     p.add_argument("--layers", type=id_list, metavar="0-3", help="keep these layers only")
     p.add_argument("--experts", type=id_list, metavar="0-31", help="keep these routed experts only")
+    p.add_argument(
+        "--matrices",
+        choices=("f32", "bf16"),
+        default="f32",
+        help="f32, for the precisions fp32 and int4 (default); bf16 as they are, for bf16 and int4-bf16",
+    )
     p.add_argument("--quantize", choices=("int4", "both"), help="quantise float experts: in place of f32, or beside it")
     p.add_argument(
         "--inner-norm-eps",
@@ -116,7 +122,7 @@ def run(args: argparse.Namespace, out: TextIO, err: TextIO) -> int:
             context=args.context,
             ignore=frozenset(args.ignore_field),
         )
-        plan = Planner(checkpoint, hf, Selection(args.layers, args.experts), args.quantize).plan()
+        plan = Planner(checkpoint, hf, Selection(args.layers, args.experts), args.quantize, args.matrices).plan()
         fields, literals = plan.config.fields(), {}
         if args.drafter:
             drafter = plan_drafter(args.drafter, hf, plan.config, plan.layers, frozenset(args.ignore_field))

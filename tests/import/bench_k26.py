@@ -1,10 +1,11 @@
 """Import speed and memory on a synthetic checkpoint with the names and sizes of Kimi K2.6: no test, a command.
 
-    python tests/import/bench_k26.py [--layers 2] [--experts 32] [--vocab 163840] [--dir DIR]
+    python tests/import/bench_k26.py [--layers 2] [--experts 32] [--vocab 163840] [--matrices f32 bf16] [--dir DIR]
 
 Writes the checkpoint (about 6.8 GB by default) and its import (12.8 GB) into a directory that it removes afterwards.
-Prints bytes per second of the import beside a plain read of the same files and a plain write of as many bytes as the
-import writes, all from a cold cache and onto the disk, and the import's peak memory beside what docs/import.md allows.
+Prints the source's bytes per second: of a read alone, of the same read while as many bytes are written as the import
+writes (what the disk leaves to a copy), and of the import, all past the page cache and onto the disk; and the import's
+peak memory beside what docs/import.md allows.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import hf_checkpoints as hf
@@ -26,6 +28,8 @@ import numpy as np
 
 ROOT = Path(__file__).resolve().parents[2]
 BLOCK = 16 << 20
+THREADS = 3  # that read, and that write, where the disk alone is measured
+NOISE = np.random.default_rng(1).bytes(BLOCK)
 SHARD_BYTES = 1 << 30
 SIZES = {
     "model_type": "kimi_k2",
@@ -121,31 +125,77 @@ def forget(directory: Path) -> None:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def read_all(directory: Path) -> float:
-    """Seconds to read every file once, from a cold cache."""
-    forget(directory)
-    block = bytearray(BLOCK)
-    start = time.perf_counter()
+def _in_threads(path: Path, flags: int, size: int, work: Callable[[int, mmap.mmap, int], object]) -> None:
+    """Let threads do ``work(file, block, offset)`` for every block of a file opened past the page cache."""
+    file = os.open(path, flags | os.O_DIRECT, 0o644)
+
+    def part(first: int) -> None:
+        block = mmap.mmap(-1, BLOCK)  # page-aligned, as O_DIRECT wants it
+        block[:] = NOISE
+        for at in range(first * BLOCK, size, THREADS * BLOCK):
+            work(file, block, at)
+
+    with ThreadPoolExecutor(THREADS) as pool:
+        list(pool.map(part, range(THREADS)))
+    if flags & os.O_WRONLY:
+        os.fsync(file)
+    os.close(file)
+
+
+def read_all(directory: Path) -> None:
+    """Every shard once, nothing else done with it."""
     for path in sorted(directory.glob("*.safetensors")):
-        with open(path, "rb", buffering=0) as file:
-            while file.readinto(block):
-                pass
+        _in_threads(path, os.O_RDONLY, path.stat().st_size, lambda file, block, at: os.preadv(file, [block], at))
+
+
+def write_all(path: Path, size: int) -> None:
+    """``size`` bytes, rounded up to blocks, on the disk."""
+    _in_threads(path, os.O_WRONLY | os.O_CREAT, size, os.pwrite)
+    path.unlink()
+
+
+def seconds(*work: Callable[[], None]) -> float:
+    """All of ``work`` side by side."""
+    start = time.perf_counter()
+    with ThreadPoolExecutor(len(work)) as pool:
+        for done in [pool.submit(job) for job in work]:
+            done.result()
     return time.perf_counter() - start
 
 
-def write_plainly(path: Path, size: int) -> float:
-    """Seconds to write ``size`` bytes, rounded up to blocks, past the page cache and have them on disk."""
-    block = mmap.mmap(-1, BLOCK)  # page-aligned, as O_DIRECT wants it
-    block[:] = np.random.default_rng(1).integers(0, 255, BLOCK, np.uint8).tobytes()
+def measure(source: Path, size: int, target: Path, matrices: str, largest: int) -> None:
+    """One import between two readings of the disk."""
+    code = "import sys; from engine.importer import main; sys.exit(main(sys.argv[1:]))"
+    command = [sys.executable, "-c", code, str(source), "-o", str(target), "--matrices", matrices, "--json"]
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    reads = [seconds(lambda: read_all(source))]
+    forget(source)
     start = time.perf_counter()
-    out = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_DIRECT)
-    for _ in range(0, size, BLOCK):
-        os.write(out, block)
-    os.fsync(out)
-    os.close(out)
-    seconds = time.perf_counter() - start
-    path.unlink()
-    return seconds
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    took = time.perf_counter() - start
+    if run.returncode:
+        sys.exit(run.stderr)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    report = json.loads(run.stdout)
+    out = report["bytes"]
+    target.unlink()
+    reads.append(seconds(lambda: read_all(source)))
+    copied = seconds(lambda: read_all(source), lambda: write_all(target, out))
+    cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    print(f"matrices {matrices}: {size / 1e9:.2f} GB read, {out / 1e9:.2f} GB written")
+    print(
+        f"  disk, read             {size / 1e6 / min(reads):6.0f} MB/s   (of two: {reads[0]:.1f} s, {reads[1]:.1f} s)"
+    )
+    print(
+        f"  disk, both at once     {size / 1e6 / copied:6.0f} MB/s   (read so, while {out / 1e6 / copied:.0f} are written)"
+    )
+    print(
+        f"  import                 {size / 1e6 / took:6.0f} MB/s   ({took:.1f} s, everything on disk; {cpu:.1f} s of processors)"
+    )
+    print(f"  import / read          {min(reads) / took:6.2f}")
+    print(f"  import / both at once  {copied / took:6.2f}")
+    peak = report["peak_rss_bytes"] / 2**20
+    print(f"  peak memory            {peak:6.0f} MiB    (allowed {1024 + largest / 2**20:.0f})", flush=True)
 
 
 def main() -> None:
@@ -153,6 +203,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--experts", type=int, default=32)
     parser.add_argument("--vocab", type=int, default=163840)
+    parser.add_argument("--matrices", nargs="*", choices=("f32", "bf16"), default=["f32", "bf16"])
     parser.add_argument("--dir", type=Path, help="where to work (default: the system's temporary directory)")
     args = parser.parse_args()
     config = hf.config(**SIZES) | {
@@ -165,29 +216,8 @@ def main() -> None:
         source.mkdir()
         size = write_checkpoint(source, config)
         print(f"checkpoint {size / 1e9:.2f} GB, {args.layers} layers, {args.experts} experts, vocabulary {args.vocab}")
-        reads = [read_all(source)]
-        forget(source)
-        code = "import sys; from engine.importer import main; sys.exit(main(sys.argv[1:]))"
-        command = [sys.executable, "-c", code, str(source), "-o", str(target), "--json"]
-        start = time.perf_counter()
-        run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-        seconds = time.perf_counter() - start
-        used = resource.getrusage(resource.RUSAGE_CHILDREN)
-        if run.returncode:
-            sys.exit(run.stderr)
-        report = json.loads(run.stdout)
-        target.unlink()
-        reads.append(read_all(source))
-        wrote = write_plainly(target, report["bytes"])
-    out = report["bytes"]
-    print(f"plain read, cold      {size / 1e6 / min(reads):8.0f} MB/s   (of two: {reads[0]:.1f} s, {reads[1]:.1f} s)")
-    print(f"plain write, on disk  {out / 1e6 / wrote:8.0f} MB/s   ({out / 1e9:.2f} GB, {wrote:.1f} s)")
-    print(f"import, source bytes  {size / 1e6 / seconds:8.0f} MB/s   ({seconds:.1f} s, everything on disk)")
-    print(f"processor time        {used.ru_utime + used.ru_stime:8.1f} s      (of the import)")
-    print(f"import / read         {min(reads) / seconds:8.2f}")
-    print(f"import / write        {wrote / seconds:8.2f}")
-    largest = 4 * args.vocab * 7168
-    print(f"peak memory           {report['peak_rss_bytes'] / 2**20:8.0f} MiB   (allowed {1024 + largest / 2**20:.0f})")
+        for matrices in args.matrices:
+            measure(source, size, target, matrices, 4 * args.vocab * 7168)
 
 
 if __name__ == "__main__":

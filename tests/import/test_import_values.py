@@ -10,7 +10,7 @@ import hf_checkpoints as hf
 import numpy as np
 import pytest
 
-from engine.importer import DONE, main
+from engine.importer import DONE, REFUSED, main
 from refs import kdtr
 from refs.config import ModelConfig
 
@@ -84,6 +84,50 @@ def test_every_float_arrives_unchanged(tmp_path: Path, dtype: str, shards: int) 
         seen.add(ours)
         assert got.tobytes() == want.tobytes(), name
     assert seen == set(found.tensors)
+
+
+@pytest.mark.parametrize("pack", [False, True])
+def test_bf16_matrices_stay_as_they_are(tmp_path: Path, pack: bool) -> None:
+    c = hf.config(hidden_size=64, moe_intermediate_size=32, quantization_config=hf.PACKED) if pack else hf.config()
+    source = hf.write(tmp_path / "hf", c, hf.packed(c) if pack else hf.floats(c, "BF16"), 3)
+    wide, target = imported(source), tmp_path / "narrow.kdtr"
+    assert main([str(source), "-o", str(target), "--matrices", "bf16"]) == DONE
+    narrow = kdtr.read(target, verify=True)
+    said = json.loads(bytes(narrow.tensor("meta.json")))["import"]["precisions"]
+    assert said == (["int4-bf16"] if pack else ["bf16"])
+    matrices = {
+        name.removesuffix("w") for name, array in wide.tensors.items() if array.ndim > 1 and name.endswith(".w")
+    }
+    assert len(matrices) > 20
+    assert set(narrow.tensors) == {
+        f"{m}bw" if (m := name.removesuffix("w")) in matrices else name for name in wide.tensors
+    }
+    for name, array in wide.tensors.items():
+        stem = name.removesuffix("w")
+        if stem in matrices:
+            upper = array.view(np.uint32) >> 16
+            assert narrow.entries[stem + "bw"].dtype == "bf16"
+            np.testing.assert_array_equal(narrow.tensor(stem + "bw"), upper.astype(np.uint16), err_msg=name)
+        elif name != "meta.json":
+            np.testing.assert_array_equal(narrow.tensor(name), array, err_msg=name)
+
+
+@pytest.mark.parametrize("dtype", ["F32", "F16"])
+def test_wider_matrices_are_taken_when_they_are_bf16(
+    tmp_path: Path, dtype: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    c = hf.config()
+    tensors = {name: (kind, np.ones_like(array)) for name, (kind, array) in hf.floats(c, dtype).items()}
+    source, target = hf.write(tmp_path / "hf", c, tensors), tmp_path / "out.kdtr"
+    assert main([str(source), "-o", str(target), "--matrices", "bf16"]) == DONE
+    assert (kdtr.read(target).tensor("embed.bw") == 0x3F80).all()
+    target.unlink()
+    tensors["model.layers.1.mlp.gate.weight"][1][3, 5] = 1 + 2.0**-9
+    source = hf.write(tmp_path / "hf", c, tensors)
+    assert main([str(source), "-o", str(target), "--matrices", "bf16"]) == REFUSED
+    assert "model.layers.1.mlp.gate.weight[3, 5]: " in (said := capsys.readouterr().err)
+    assert "is no bf16, and rounding it would change the weights" in said
+    assert not target.exists()
 
 
 def test_known_bits(tmp_path: Path) -> None:
