@@ -183,15 +183,10 @@ def measure(source: Path, size: int, target: Path, matrices: str, largest: int) 
     copied = seconds(lambda: read_all(source), lambda: write_all(target, out))
     cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     print(f"matrices {matrices}: {size / 1e9:.2f} GB read, {out / 1e9:.2f} GB written")
-    print(
-        f"  disk, read             {size / 1e6 / min(reads):6.0f} MB/s   (of two: {reads[0]:.1f} s, {reads[1]:.1f} s)"
-    )
-    print(
-        f"  disk, both at once     {size / 1e6 / copied:6.0f} MB/s   (read so, while {out / 1e6 / copied:.0f} are written)"
-    )
-    print(
-        f"  import                 {size / 1e6 / took:6.0f} MB/s   ({took:.1f} s, everything on disk; {cpu:.1f} s of processors)"
-    )
+    rate = size / 1e6
+    print(f"  disk, read             {rate / min(reads):6.0f} MB/s   (of two: {reads[0]:.1f} s, {reads[1]:.1f} s)")
+    print(f"  disk, both at once     {rate / copied:6.0f} MB/s   (while {out / 1e6 / copied:.0f} MB/s are written)")
+    print(f"  import                 {rate / took:6.0f} MB/s   ({took:.1f} s, on disk; {cpu:.1f} s of processors)")
     print(f"  import / read          {min(reads) / took:6.2f}")
     print(f"  import / both at once  {copied / took:6.2f}")
     peak = report["peak_rss_bytes"] / 2**20
