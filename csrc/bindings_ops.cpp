@@ -369,6 +369,35 @@ void draft_attention(int64_t handle, std::vector<int64_t> dims, Tensor q, Tensor
   wait(b, state);
 }
 
+// src: u8 [ranks, bytes a rank]; a part each: dst u8 [rows, bytes], its offset in a rank's bytes, its rows for every row of the step.
+void unshard(int64_t handle, Tensor src, std::vector<Tensor> dsts, std::vector<int64_t> offsets, std::vector<int64_t> per_row,
+             int64_t max_rows, Tensor state) {
+  Backend& b = backend(handle);
+  need(!dsts.empty() && dsts.size() <= 2 && offsets.size() == dsts.size() && per_row.size() == dsts.size(), "dsts",
+       "are not one or two with an offset and rows each");
+  UnshardArgs a{};
+  a.src = data<uint8_t>(src, "src");
+  a.ranks = dim(src, 0);
+  a.rank_bytes = static_cast<size_t>(src.size(1));
+  a.parts = static_cast<int>(dsts.size());
+  for (size_t i = 0; i < dsts.size(); ++i) {
+    const auto row_bytes = static_cast<size_t>(dsts[i].size(1)) / static_cast<size_t>(a.ranks);
+    a.part[i] = {data<uint8_t>(dsts[i], "dst"), static_cast<size_t>(offsets[i]), row_bytes, static_cast<int>(per_row[i])};
+  }
+  a.max_rows = static_cast<int>(max_rows);
+  a.n_rows = &step_state(state)->n_rows;
+  b.unshard(a);
+  wait(b, state);
+}
+
+// values: i32 [rows, words]; out: i32 [2], the sum's low and high half, added to.
+void checksum(int64_t handle, Tensor out, Tensor values, Tensor state) {
+  Backend& b = backend(handle);
+  b.checksum({reinterpret_cast<uint64_t*>(sized<int32_t>(out, 2, "out")), data<int32_t>(values, "values"),
+              static_cast<size_t>(values.size(1)), dim(values, 0), &step_state(state)->n_rows});
+  wait(b, state);
+}
+
 }  // namespace
 }  // namespace kdtree
 
@@ -396,6 +425,9 @@ KDTREE_LIBRARY_FRAGMENT(KDTREE_LIBRARY, m) {
   m.def(
       "moe(int backend, Tensor x, Tensor norm_w, float eps, Tensor ids, Tensor weights, Tensor[] experts, Tensor[] scales, "
       "Tensor[] shared, Tensor act, Tensor shared_act, Tensor out, Tensor state, bool bf16=False) -> ()");
+  m.def(
+      "unshard(int backend, Tensor src, Tensor[] dsts, int[] offsets, int[] per_row, int max_rows, Tensor state) -> ()");
+  m.def("checksum(int backend, Tensor out, Tensor values, Tensor state) -> ()");
   m.def("select(int backend, Tensor logits, float temperature, Tensor choice, Tensor[] rows, Tensor state) -> ()");
   m.def("tree_root(int backend, Tensor[] rows, Tensor state) -> ()");
   m.def(
@@ -427,6 +459,8 @@ KDTREE_LIBRARY_IMPL(KDTREE_LIBRARY, m) {
   m.impl("mla_value", TORCH_BOX(&kdtree::mla_value));
   m.impl("router", TORCH_BOX(&kdtree::router));
   m.impl("moe", TORCH_BOX(&kdtree::moe));
+  m.impl("unshard", TORCH_BOX(&kdtree::unshard));
+  m.impl("checksum", TORCH_BOX(&kdtree::checksum));
   m.impl("select", TORCH_BOX(&kdtree::select));
   m.impl("tree_root", TORCH_BOX(&kdtree::tree_root));
   m.impl("tree_build", TORCH_BOX(&kdtree::tree_build));

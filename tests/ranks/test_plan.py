@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 
 import pytest
-from together import Together
 
 import engine
 from engine import plan
@@ -17,6 +16,7 @@ from harness.cells import FAILED, INFRASTRUCTURE, PASSED
 from refs.config import ModelConfig
 from refs.drafter_config import split
 from refs.kdtr import read
+from tests.engine.together import Together
 
 ROWS, CONTEXT = 24, 300
 

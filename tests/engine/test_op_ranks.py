@@ -1,4 +1,4 @@
-"""Sessions shared by ranks: the bits of one rank, decisions taken once, weights that stay what they are."""
+"""What ranks do together: their operations, and sessions shared by them - one rank's bits, decisions taken once."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import pytest
+from engine_ops import Ops
 from together import Together
 
 import engine
@@ -31,6 +33,46 @@ def one(bundle: Path, precision: str) -> Iterator[CsrcSession]:
 
 def same(a: F32, b: F32) -> bool:
     return np.array_equal(a.view(np.uint32), b.view(np.uint32))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "bytes", "per_row", "active"), [(2, 32, 1, 5), (3, 6, 4, 3), (4, 20, 2, 7), (8, 1024, 1, 1)]
+)
+def test_unshard_puts_the_ranks_rows_side_by_side(ops: Ops, ranks: int, bytes: int, per_row: int, active: int) -> None:
+    """Two parts of other sizes, against numpy; rows that do not count keep what they had."""
+    rows, other = 7, 2 * bytes
+    rng = np.random.default_rng(ranks)
+    first = rng.integers(0, 256, (ranks, rows, per_row, bytes), np.uint8)
+    second = rng.integers(0, 256, (ranks, rows, 1, other), np.uint8)
+    src = np.concatenate([part.reshape(ranks, -1) for part in (first, second)], axis=1)
+    outs = [ops.empty(rows * per_row, ranks * bytes, dtype=np.uint8), ops.empty(rows, ranks * other, dtype=np.uint8)]
+    offset = rows * per_row * bytes
+    ops.call("unshard", ops.tensor(src), outs, [0, offset], [per_row, 1], rows, ops.state(active))
+    for part, out, each in ((first, outs[0], per_row), (second, outs[1], 1)):
+        want = np.moveaxis(part, 0, 2).reshape(rows * each, -1)
+        got = out.cpu().numpy()
+        assert np.array_equal(got[: active * each], want[: active * each])
+        assert (got[active * each :] == 0xFF).all()
+
+
+def terms(words: npt.NDArray[np.uint32]) -> int:
+    """The checksum as csrc/checksum.h has it, in Python's integers."""
+    total = 0
+    for place, word in enumerate(words.reshape(-1).tolist()):
+        h = (word + (place + 1) * 0x9E3779B97F4A7C15) % 2**64
+        for _ in range(2):
+            h = ((h ^ h >> 32) * 0xD6E8FEB86659FD93) % 2**64
+        total += h ^ h >> 32
+    return total % 2**64
+
+
+def test_a_checksum_is_that_of_the_rows_that_count(ops: Ops) -> None:
+    values = np.random.default_rng(3).integers(0, 2**32, (9, 613), np.uint32)
+    for active in (1, 4, 9):
+        out = ops.tensor(np.array([5, 0], np.int32))
+        ops.call("checksum", out, ops.tensor(values.view(np.int32)), ops.state(active))
+        got = out.cpu().numpy().view(np.uint32).astype(object)
+        assert int(got[0] + (got[1] << 32)) == (5 + terms(values[:active])) % 2**64
 
 
 @pytest.mark.parametrize("count", [2, 4])
