@@ -65,11 +65,12 @@ def gate(session: nox.Session) -> None:
 
 @nox.session
 def demo(session: nox.Session) -> None:
-    """AR beside DDTree on one model: tokens, match, forwards, acceptance, times; then on the trained one, as text."""
+    """AR beside DDTree on one model: tokens, match, forwards, times; then the trained one with its drafter, as text."""
     install(session, "test")
     session.run("python", "-m", "harness", "demo", *session.posargs)
     if not session.posargs:
-        session.run("python", "-m", "harness", "demo", "--config", "text", "--tokens", "48", "--budget", "15")
+        text = ["--config", "text", "--tokens", "96", "--block", "16", "--budget", "15"]
+        session.run("python", "-m", "harness", "demo", *text, "--drafter", "dflash", "--drafter", "oracle", "--tree")
 
 
 @nox.session

@@ -196,10 +196,10 @@ void decode_run(int64_t handle, int64_t ticket) {
   }
 }
 
-std::tuple<std::vector<int64_t>, std::vector<int64_t>, bool, double, double> decode_result(int64_t handle, int64_t ticket) {
+std::tuple<std::vector<int64_t>, std::vector<int64_t>, std::vector<int64_t>, bool, double, double> decode_result(int64_t handle, int64_t ticket) {
   const Locked s(handle);
   const DecodeResult& r = s->result(ticket);
-  return {wide(r.tokens), wide(r.accepted_per_round), r.eos, r.prefill_seconds, r.decode_seconds};
+  return {wide(r.tokens), wide(r.accepted_per_round), r.round_nanoseconds, r.eos, r.prefill_seconds, r.decode_seconds};
 }
 
 void decode_logits(int64_t handle, int64_t ticket, Tensor out) {
@@ -263,7 +263,7 @@ KDTREE_LIBRARY_FRAGMENT(KDTREE_LIBRARY, m) {
       "int budget, bool chain, Tensor costs, float temperature, int seed, bool record) -> int");
   m.def("decode_round(int handle, int ticket) -> int[]");
   m.def("decode_run(int handle, int ticket) -> ()");
-  m.def("decode_result(int handle, int ticket) -> (int[], int[], bool, float, float)");
+  m.def("decode_result(int handle, int ticket) -> (int[], int[], int[], bool, float, float)");
   m.def("decode_logits(int handle, int ticket, Tensor(a!) out) -> ()");
   m.def("decode_trees(int handle, int ticket, Tensor(a!) out) -> ()");
   m.def("decode_draft(int handle, int ticket, Tensor(a!) out) -> ()");

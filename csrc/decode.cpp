@@ -239,7 +239,9 @@ std::vector<int32_t> Session::round(int64_t ticket) {
   result_.eos = out.done == 2;
   result_.tokens.insert(result_.tokens.end(), tokens.begin(), tokens.end());
   result_.accepted_per_round.push_back(out.n_accepted);
-  result_.decode_seconds += seconds_since(start);
+  const double seconds = seconds_since(start);
+  result_.round_nanoseconds.push_back(static_cast<int64_t>(1e9 * seconds));
+  result_.decode_seconds += seconds;
   return tokens;
 }
 

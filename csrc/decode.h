@@ -33,6 +33,7 @@ struct DecodeRequest {
 struct DecodeResult {
   std::vector<int32_t> tokens;
   std::vector<int32_t> accepted_per_round;
+  std::vector<int64_t> round_nanoseconds;
   bool eos = false;
   double prefill_seconds = 0.0, decode_seconds = 0.0;
 };

@@ -132,7 +132,7 @@ def _config(
 
 
 def default_taps(target: int, count: int) -> list[int]:
-    """What DFlash taps where a config does not say: evenly from layer 1 to the third from the end; of one, the middle."""
+    """What DFlash taps where a config does not say: evenly from layer 1 to three before the end; one: the middle."""
     if count == 1:
         return [target // 2]
     return [round(1 + i * (target - 4) / (count - 1)) for i in range(count)]

@@ -41,12 +41,13 @@ def use(kind: str, path: Path) -> None:
 
 
 @functools.cache
-def _loaded(kind: str) -> Any:
+def _loaded(kind: str) -> tuple[Any, Path]:
     import torch
 
     sanitize = os.environ.get("KDTREE_SANITIZE") or None
-    torch.ops.load_library(str(_prebuilt.get(kind) or build(kind, sanitize=sanitize)))
-    return getattr(torch.ops, NAMESPACE[kind])
+    path = _prebuilt.get(kind) or build(kind, sanitize=sanitize)
+    torch.ops.load_library(str(path))
+    return getattr(torch.ops, NAMESPACE[kind]), path
 
 
 def library(device: str) -> Any:
@@ -56,7 +57,12 @@ def library(device: str) -> Any:
     """
     if re.fullmatch(r"cpu|cuda(:\d{1,3})?", device) is None:
         raise protocol.DeviceError(f"device {device!r}: known are cpu, cuda and cuda:N")
-    return _loaded(device.partition(":")[0])
+    return _loaded(device.partition(":")[0])[0]
+
+
+def library_path(device: str) -> Path:
+    """The file that `library` loaded; its folder is named after the sources and all else that went into it."""
+    return _loaded(device.partition(":")[0])[1]
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 import weakref
@@ -12,7 +13,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from engine.library import library, named_errors
+from engine import costs
+from engine.library import library, library_path, named_errors
 from engine.ranks.member import ALONE, Member
 from harness.protocol import (
     F32,
@@ -53,9 +55,18 @@ def _out(array: npt.NDArray[Any]) -> Any:
 class CsrcSession:
     """A `harness.protocol.Session` on ``csrc/``. Calls from several threads take turns, a whole `decode` being one."""
 
-    def __init__(self, ops: Any, handle: int, progress: Callable[[], None] | None = None) -> None:
-        """``progress`` is called after every round of a decode; without it a decode is one call into the engine."""
-        self._ops, self._handle, self._progress = ops, handle, progress
+    def __init__(
+        self,
+        ops: Any,
+        handle: int,
+        progress: Callable[[], None] | None = None,
+        identity: Callable[[], Mapping[str, str]] = dict,
+    ) -> None:
+        """``progress`` is called after every round of a decode; without it a decode is one call into the engine.
+
+        ``identity`` says what a forward's costs depend on (`engine.costs`).
+        """
+        self._ops, self._handle, self._progress, self._identity = ops, handle, progress, identity
         self._turn = threading.RLock()
         self._close = weakref.finalize(self, ops.session_close, handle)  # a session that is dropped is closed too
         sizes = ops.session_sizes(handle)
@@ -192,6 +203,13 @@ class CsrcSession:
             self._ops.session_tap(self._handle, index, _out(found[name]))
         return found
 
+    def auto_budget(self, request: DecodeRequest, limit: int = costs.LIMIT) -> DecodeRequest:
+        """``request`` with trees of at most ``limit`` nodes, each as large as pays on this machine (`engine.costs`).
+
+        What a forward costs is measured when it is first asked for, which takes seconds and resets the session.
+        """
+        return costs.auto(self, request, self._identity(), limit)
+
     def _begin(self, request: DecodeRequest) -> int:
         import torch
 
@@ -229,7 +247,8 @@ class CsrcSession:
         return int(ticket)
 
     def _decoded(self, request: DecodeRequest, ticket: int) -> Decoded:
-        tokens, accepted, eos, prefill_seconds, decode_seconds = self._ops.decode_result(self._handle, ticket)
+        found = self._ops.decode_result(self._handle, ticket)
+        tokens, accepted, nanoseconds, eos, prefill_seconds, decode_seconds = found
         logits: F32 | None = None
         rounds: tuple[Round, ...] = ()
         drafted: F32 | None = None
@@ -253,6 +272,7 @@ class CsrcSession:
             draft_logits=drafted,
             prefill_seconds=prefill_seconds,
             decode_seconds=decode_seconds,
+            round_seconds=tuple(1e-9 * n for n in nanoseconds),
         )
 
 
@@ -275,7 +295,7 @@ class CsrcEngine:
         self.name = "csrc"
         self.device = device
         self._member, self._progress = member, progress
-        self._ops = library(device)
+        self._ops, self._library = library(device), library_path(device)
 
     def load(
         self,
@@ -305,7 +325,8 @@ class CsrcEngine:
                 self._member.all_gather,
                 self._member.broadcast,
             )
-        return CsrcSession(self._ops, handle, self._progress)
+        depends_on = functools.partial(costs.identity, self._library, self.device, path, precision, self._member.count)
+        return CsrcSession(self._ops, handle, self._progress, depends_on)
 
     def kernels(self, precision: str, moe: bool) -> frozenset[str]:
         """Kernels that a decode must have launched (csrc/ops.h names them); with KDTREE_ISA set, those it asks for."""

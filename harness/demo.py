@@ -17,13 +17,15 @@ from typing import Any
 
 import numpy as np
 
+from engine import costs
+from harness import tree_text
 from harness.cells import FAILED, INFRASTRUCTURE, PASSED
 from harness.cli import Parser
 from harness.engines import create
 from harness.golden import Golden
 from harness.matrix import DEVICES, PRECISIONS, Point
 from harness.prepare import Infrastructure, prepare
-from harness.protocol import Decoded, DecodeRequest, Draft, EngineError, Session
+from harness.protocol import Decoded, DecodeRequest, Draft, EngineError, OwnDrafter, RequestError, Session
 from refs import recipe
 
 RUNS = 3
@@ -31,9 +33,10 @@ RUNS = 3
 
 @dataclass(frozen=True)
 class Result:
-    """One precision's two decodes. Times are the fastest of RUNS runs, in seconds, without build and load."""
+    """One precision's AR and one drafter's DDTree. Times are the fastest of RUNS runs, in seconds, without load."""
 
     precision: str
+    drafter: str
     tokens: list[int]
     tree_tokens: list[int]
     forwards: int
@@ -42,9 +45,20 @@ class Result:
     bits_match: bool
     acceptance: float
     """Tokens committed by a DDTree forward, on average."""
+    rows: float
+    """Rows of a DDTree forward, on average."""
     prefill_seconds: tuple[float, float]
     decode_seconds: tuple[float, float]
     drafted: str
+    costs: str
+    """What rows cost relative to one row, where the budget follows them."""
+    tree: list[str]
+    """The first of the rounds that committed most."""
+
+    @property
+    def speed_up(self) -> float:
+        """AR's decode time over DDTree's."""
+        return self.decode_seconds[0] / self.decode_seconds[1] if self.decode_seconds[1] else 0.0
 
 
 def _oracle(tokens: Sequence[int], first: int, vocab: int) -> Draft:
@@ -61,34 +75,66 @@ def _fastest(session: Session, request: DecodeRequest) -> Decoded:
     return min((session.decode(request) for _ in range(RUNS)), key=lambda decoded: decoded.decode_seconds)
 
 
-def run(session: Session, golden: Golden, drafter: str, tokens: int, block: int, budget: int) -> Result:
-    """Both decodes of one precision."""
-    request = replace(golden.request(), max_tokens=tokens, temperature=0.0)
-    ar = _fastest(session, request)
-    drafted = replace(golden.request(drafter), max_tokens=tokens, temperature=0.0, block_size=block, budget=budget)
-    table = drafted.draft if isinstance(drafted.draft, Draft) else None
-    note = "dflash, the model's own" if table is None else f"{drafter}, recorded in the bundle"
-    if drafter == "oracle" and table is not None and len(table.logits) < len(ar.tokens) - 1:
+def _drafted(golden: Golden, drafter: str, ar: Decoded, request: DecodeRequest) -> tuple[DecodeRequest, str]:
+    """The DDTree request, with an oracle's table made anew where the bundle's is too short; and what drafts."""
+    if isinstance(request.draft, OwnDrafter):
+        return request, "the model's own DFlash drafter"
+    table = request.draft
+    short = table is not None and len(table.logits) < len(ar.tokens) - 1
+    if drafter == "oracle" and short:
         first, vocab = len(golden.prompt) + 1, golden.field("vocab_size")
-        drafted = replace(drafted, draft=_oracle(ar.tokens[1:], first, vocab))
-        note = "oracle, made from the AR tokens: the bundle's table is shorter"
-    elif table is not None and len(table.logits) < len(ar.tokens) - 1:
+        made = replace(request, draft=_oracle(ar.tokens[1:], first, vocab))
+        return made, "oracle, made from the AR tokens: the bundle's table is shorter"
+    note = f"{drafter}, recorded in the bundle"
+    if table is not None and short:
         note += f", for the first {len(table.logits)} drafted positions; after them DDTree is AR"
-    tree = _fastest(session, drafted)
-    bits = ar.logits is not None and tree.logits is not None and ar.logits.tobytes() == tree.logits.tobytes()
-    return Result(
-        precision=golden.precision,
-        tokens=list(ar.tokens),
-        tree_tokens=list(tree.tokens),
-        forwards=ar.forwards,
-        tree_forwards=tree.forwards,
-        match=ar.tokens == tree.tokens,
-        bits_match=bits,
-        acceptance=len(tree.tokens) / tree.forwards if tree.forwards else 0.0,
-        prefill_seconds=(ar.prefill_seconds, tree.prefill_seconds),
-        decode_seconds=(ar.decode_seconds, tree.decode_seconds),
-        drafted=note,
-    )
+    return request, note
+
+
+def run(
+    session: Session,
+    golden: Golden,
+    drafters: Sequence[str],
+    tokens: int,
+    block: int,
+    budget: int | None,
+    is_text: bool,
+) -> list[Result]:
+    """AR, and DDTree with each drafter, of one precision; ``budget`` None follows the measured costs."""
+    ar = _fastest(session, replace(golden.request(), max_tokens=tokens, temperature=0.0))
+    results = []
+    for drafter in drafters:
+        limits: dict[str, Any] = {"max_tokens": tokens, "temperature": 0.0, "block_size": block}
+        request, note = _drafted(golden, drafter, ar, replace(golden.request(drafter), **limits, budget=budget or 0))
+        if budget is None:
+            auto = getattr(session, "auto_budget", None)
+            if auto is None:
+                raise RequestError("--budget auto: this engine measures no costs; give a number")
+            request = auto(request)
+        tree = _fastest(session, request)
+        bits = ar.logits is not None and tree.logits is not None and ar.logits.tobytes() == tree.logits.tobytes()
+        shown = tree_text.busiest(tree.rounds)
+        rows = [len(r.tokens) for r in tree.rounds]
+        results.append(
+            Result(
+                precision=golden.precision,
+                drafter=drafter,
+                tokens=list(ar.tokens),
+                tree_tokens=list(tree.tokens),
+                forwards=ar.forwards,
+                tree_forwards=tree.forwards,
+                match=ar.tokens == tree.tokens,
+                bits_match=bits,
+                acceptance=len(tree.tokens) / tree.forwards if tree.forwards else 0.0,
+                rows=sum(rows) / len(rows) if rows else 0.0,
+                prefill_seconds=(ar.prefill_seconds, tree.prefill_seconds),
+                decode_seconds=(ar.decode_seconds, tree.decode_seconds),
+                drafted=note,
+                costs=costs.summary(request.costs) if request.costs else "",
+                tree=tree_text.lines(shown, tree_text.as_byte if is_text else str) if shown else [],
+            )
+        )
+    return results
 
 
 def text_of(tokens: Sequence[int]) -> str:
@@ -102,28 +148,37 @@ def _line(name: str, tokens: Sequence[int], forwards: int, is_text: bool) -> str
     return f"  {name:<7} {len(tokens)} tokens, {forwards} forwards: {content}"
 
 
-def show(result: Result, block: int, budget: int, prompt: Sequence[int] = ()) -> str:
-    """The result for a reader; as text after ``prompt`` if there is one."""
+def show(results: Sequence[Result], block: int, budget: int | None, prompt: Sequence[int], trees: bool) -> str:
+    """One precision's results for a reader; as text after ``prompt`` if there is one."""
 
     def milliseconds(pair: tuple[float, float]) -> str:
         return f"AR {1e3 * pair[0]:.2f} ms, DDTree {1e3 * pair[1]:.2f} ms"
 
-    less = result.forwards / result.tree_forwards if result.tree_forwards else 0.0
-    return "\n".join(
-        [
-            f"{result.precision.upper()}",
-            *([f"  prompt  {text_of(prompt)}"] if prompt else []),
-            _line("AR", result.tokens, result.forwards, bool(prompt)),
-            _line("DDTree", result.tree_tokens, result.tree_forwards, bool(prompt)),
-            f"  greedy-exact match: {'YES' if result.match else 'NO'}"
-            f" (logits {'equal in every bit' if result.bits_match else 'differ in bits'})",
-            f"  forwards reduced {less:.2f}x, from {result.forwards} to {result.tree_forwards} (prefill not counted)",
-            f"  average acceptance {result.acceptance:.2f} tokens a forward, block {block}, budget {budget}",
-            f"  drafter {result.drafted}",
-            f"  wall time, prefill: {milliseconds(result.prefill_seconds)}",
-            f"  wall time, decode:  {milliseconds(result.decode_seconds)}",
+    first = results[0]
+    out = [f"{first.precision.upper()}"]
+    out += [f"  prompt  {text_of(prompt)}"] if prompt else []
+    out += [_line("AR", first.tokens, first.forwards, bool(prompt))]
+    limit = f"budget {budget}" if budget is not None else "budget auto"
+    for r in results:
+        less = r.forwards / r.tree_forwards if r.tree_forwards else 0.0
+        out += [
+            _line("DDTree", r.tree_tokens, r.tree_forwards, bool(prompt)),
+            f"  greedy-exact match: {'YES' if r.match else 'NO'}"
+            f" (logits {'equal in every bit' if r.bits_match else 'differ in bits'})",
+            f"  forwards reduced {less:.2f}x, from {r.forwards} to {r.tree_forwards} (prefill not counted)",
+            f"  average acceptance {r.acceptance:.2f} tokens a forward, block {block}, {limit},"
+            f" {r.rows:.1f} rows a forward",
+            f"  drafter {r.drafted}",
+            *([f"  cost of a forward relative to one row: {r.costs}"] if r.costs else []),
+            f"  wall time, prefill: {milliseconds(r.prefill_seconds)}",
+            f"  wall time, decode:  {milliseconds(r.decode_seconds)}, {r.speed_up:.2f}x",
         ]
-    )
+        if trees and r.tree:
+            out += [
+                "  the tree of the round that committed most, accepted nodes marked *:",
+                *(f"    {x}" for x in r.tree),
+            ]
+    return "\n".join(out)
 
 
 def _positive(text: str) -> int:
@@ -133,11 +188,16 @@ def _positive(text: str) -> int:
     return value
 
 
+def _budget(text: str) -> int | None:
+    return None if text == "auto" else int(text)
+
+
 def _parser() -> Parser:
     parser = Parser(
         prog="kdtree demo",
         description="Decode one bundle with AR and with DDTree and compare them.",
-        epilog="examples:\n  kdtree demo\n  kdtree demo --precision int4 --drafter noisy --budget 16\n\n"
+        epilog="examples:\n  kdtree demo\n  kdtree demo --precision int4 --drafter noisy --budget 16\n"
+        "  kdtree demo --config text --tokens 96 --block 16 --budget auto --drafter dflash --drafter oracle --tree\n\n"
         "exit status: 0 they agree in every token and every bit, 1 they do not, 3 the demo could not run",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -145,8 +205,13 @@ def _parser() -> Parser:
     parser.add_argument("--precision", choices=PRECISIONS, help="default: both")
     parser.add_argument("--tokens", type=_positive, default=24)
     parser.add_argument("--block", type=_positive, default=8, help="a tree is at most block - 1 deep")
-    parser.add_argument("--budget", type=int, default=7, help="nodes of a tree, the root not counted")
-    parser.add_argument("--drafter", default="oracle", help="oracle, noisy, hostile or dflash")
+    parser.add_argument(
+        "--budget", type=_budget, default=7, metavar="N|auto", help="nodes of a tree, or as many as pay on this machine"
+    )
+    parser.add_argument(
+        "--drafter", action="append", help="oracle (default), noisy, hostile or dflash; repeatable, to compare"
+    )
+    parser.add_argument("--tree", action="store_true", help="show a tree of each drafter")
     parser.add_argument("--engine", default="csrc")
     parser.add_argument("--device", choices=DEVICES, default="cpu")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
@@ -166,26 +231,29 @@ def main(argv: Sequence[str]) -> int:
         path = prepare(options.engine, [point], say)[options.config]
         engine = create(options.engine, options.device)
         is_text = bool(recipe.load(options.config).weights.checkpoint)
-        results: list[Result] = []
+        drafters = options.drafter or ["oracle"]
+        rows = 1 + (costs.LIMIT if options.budget is None else max(options.budget, 0))
+        results: list[list[Result]] = []
         prompt: tuple[int, ...] = ()
         for precision in [options.precision] if options.precision else PRECISIONS:
             golden = Golden.open(path, precision)
-            session = engine.load(path, precision, max_rows=max(options.budget + 1, 1))
-            asked = (options.drafter, options.tokens, options.block, options.budget)
-            results.append(run(session, golden, *asked))
+            session = engine.load(path, precision, max_rows=rows)
+            results.append(run(session, golden, drafters, options.tokens, options.block, options.budget, is_text))
             prompt = golden.prompt if is_text else ()
             session.close()
     except (Infrastructure, EngineError, ValueError) as error:
         print(f"kdtree demo: {error}", file=sys.stderr)
         return INFRASTRUCTURE
+    flat = [result for one in results for result in one]
     if options.json:
-        content: dict[str, Any] = {**vars(options), "results": [asdict(result) for result in results]}
+        asked = {**vars(options), "drafter": drafters, "budget": "auto" if options.budget is None else options.budget}
+        content: dict[str, Any] = {**asked, "results": [asdict(r) | {"speed_up": r.speed_up} for r in flat]}
         print(json.dumps(content, indent=1))
     else:
         print(f"config {options.config}, engine {options.engine} on {options.device}, greedy")
         print(
             f"wall times are the fastest of {RUNS} runs after one to warm up; build, bundles and load are not in them"
         )
-        for result in results:
-            print(show(result, options.block, options.budget, prompt))
-    return PASSED if all(result.match and result.bits_match for result in results) else FAILED
+        for one in results:
+            print(show(one, options.block, options.budget, prompt, options.tree))
+    return PASSED if all(result.match and result.bits_match for result in flat) else FAILED

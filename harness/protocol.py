@@ -136,6 +136,8 @@ class Decoded:
     """[rounds, L, V] when recorded with an own drafter: what it gave in each round."""
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
+    round_seconds: tuple[float, ...] = ()
+    """Of each forward, where the engine says."""
 
 
 @runtime_checkable
