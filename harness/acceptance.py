@@ -59,8 +59,9 @@ def passages(
     for index, (_, text) in enumerate(documents):
         lines = [0, *(i + 1 for i, byte in enumerate(text) if byte == ord("\n"))]
         starts = [at for at in lines if at + length - 1 <= len(text) and text[at : at + 1].isalpha()]
-        for i in range(min(each, len(starts))):
-            at = starts[i * len(starts) // each]
+        count = min(each, len(starts))
+        for i in range(count):
+            at = starts[i * len(starts) // count]
             yield index, [end, *text[at : at + length - 1]]
 
 
