@@ -5,10 +5,12 @@ from __future__ import annotations
 import atexit
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from engine.ranks.job import Job, Nodes
+from engine.ranks.job import PORTS, VARIABLE, Job, Nodes, free
+from engine.ranks.paths import portable
 from engine.ranks.shares import check_file
 from engine.session import CsrcEngine
 from harness.protocol import F32, Decoded, DecodeRequest, RankError
@@ -112,7 +114,8 @@ class RankedEngine:
     def __init__(self, device: str, ranks: int, nodes: Nodes | None = None) -> None:
         self.name = "csrc"
         self.device = device
-        self._ranks, self._nodes = ranks, nodes or Nodes()
+        self._ranks = ranks
+        self._nodes = nodes or (Nodes.of(os.environ[VARIABLE]) if VARIABLE in os.environ else Nodes())
         self._job: Job | None = None
         self._alone = CsrcEngine(device)
         atexit.register(self.close)
@@ -127,8 +130,18 @@ class RankedEngine:
             environment = {"KDTREE_THREADS": str(threads), "OMP_NUM_THREADS": "1"}
             if "KDTREE_RANKS_GPUS" in os.environ:  # a test worker, which sees one GPU itself
                 environment["CUDA_VISIBLE_DEVICES"] = os.environ["KDTREE_RANKS_GPUS"]
-            self._job = Job(self.device, local, self._nodes, environment)
-        return RankedSession(self._job, self._job.ask("load", Path(path).absolute(), precision, options))
+            self._job = Job(self.device, local, self._rendezvous(), environment)
+        return RankedSession(self._job, self._job.ask("load", portable(path), precision, options))
+
+    def _rendezvous(self) -> Nodes:
+        """The first port of those agreed on that nothing else on this host has."""
+        n = self._nodes
+        if n.count == 1:
+            return n
+        port = next((port for port in range(n.port, n.port + PORTS) if free(port)), 0)
+        if not port:
+            raise RankError(f"rendezvous: the ports {n.port} to {n.port + PORTS - 1} of {n.address} are all taken")
+        return replace(n, port=port)
 
     def kernels(self, precision: str, moe: bool) -> frozenset[str]:
         """As those of one device, and the exchanges."""

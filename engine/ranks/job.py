@@ -13,6 +13,7 @@ import re
 import secrets
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -28,6 +29,9 @@ from engine.ranks.watch import ADDRESS, KEY, SILENT
 from harness.protocol import RankError
 from harness.sources import ROOT
 
+VARIABLE = "KDTREE_RANKS_NODES"
+"""Says that this host's ranks are those of one of several hosts."""
+PORTS = 8  # one after the other from the first: one that is taken is left out, there as here
 START_SECONDS = 120.0  # for all ranks to say hello: they import torch, from a cold disk perhaps
 GRACE = 1.5  # seconds between the first sign of trouble and the verdict: others may know more
 END_SECONDS = 10.0  # for ranks that were told to end
@@ -43,6 +47,15 @@ class Nodes:
     """Of this host; 0 holds the rendezvous and the ranks 0, 1, ..."""
     address: str = "127.0.0.1"
     port: int = 0
+
+    @staticmethod
+    def of(text: str) -> Nodes:
+        """From ``COUNT,NODE,ADDRESS,PORT``, as `VARIABLE` and ``engine.ranks.join`` take it. Raises ValueError."""
+        count, node, address, port = text.split(",")
+        return Nodes(int(count), int(node), address, int(port))
+
+    def __str__(self) -> str:
+        return f"{self.count},{self.node},{self.address},{self.port}"
 
 
 @dataclass
@@ -296,3 +309,14 @@ def _tail(path: Path) -> list[str]:
         return path.read_text("utf-8", "replace").splitlines()[-LOG_LINES:]
     except OSError:
         return []
+
+
+def free(port: int) -> bool:
+    """Whether nothing on this host listens at ``port``."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError:
+            return False
+    return True

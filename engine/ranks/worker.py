@@ -11,13 +11,13 @@ import re
 import sys
 import time
 import traceback
-from pathlib import Path
 from typing import Any
 
 from engine.ranks.exchange import TorchExchange
+from engine.ranks.paths import fingerprint, here
 from engine.ranks.watch import Watch
 from engine.session import CsrcEngine, CsrcSession
-from harness.protocol import DeviceError, EngineError, RankDiverged, RankError
+from harness.protocol import DeviceError, EngineError, FormatError, RankDiverged, RankError
 
 Answer = tuple[str, Any]
 
@@ -38,8 +38,12 @@ class Worker:
             answer: Answer = getattr(self, f"_{name}")(*arguments)
         return answer
 
-    def _load(self, path: Path, precision: str, options: dict[str, Any]) -> Answer:
+    def _load(self, name: str, precision: str, options: dict[str, Any]) -> Answer:
         """A session's number; nobody has one unless everybody has."""
+        path = here(name)
+        copies = self._exchange.each(fingerprint(path))
+        if other := [rank for rank, copy in enumerate(copies) if copy != copies[0]]:
+            return "error", FormatError(f"{name}: file: rank {other[0]} has none, or another one, than rank 0")
         session, error = None, None
         try:
             session = self._engine.load(path, precision, **options)

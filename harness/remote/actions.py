@@ -12,7 +12,8 @@ from typing import Any
 
 from harness import ledger as ledgers
 from harness.cells import INFRASTRUCTURE, PASSED, Verdict, exit_status
-from harness.matrix import expected, select
+from harness.matrix import of_run, select
+from harness.remote import join
 from harness.remote.command import INTERRUPTED
 from harness.remote.console import Console, put
 from harness.remote.hosts import Host, HostsError
@@ -41,15 +42,20 @@ def run(options: argparse.Namespace, hosts: Sequence[Host], line: str, rest: tup
         raise HostsError(str(error)) from None
     if options.dry_run:
         return _look(hosts, console, options.json, lambda host: _dry_run(host, order, tree, console))
-    return _matrix(order, hosts, tree, console, options.json)
+    return _matrix(order, hosts, tree, console, options)
 
 
 def _order(options: argparse.Namespace, hosts: Sequence[Host], line: str, rest: tuple[str, ...], ssh: Options) -> Order:
     devices = options.device or sorted({device for host in hosts for device in host.devices})
-    points = expected(devices)
+    gpus = min((host.gpus.count for host in hosts if host.gpus), default=0)  # what every host with GPUs can do
+    if options.join:
+        points = join.points(hosts, options.ranks[0] if options.ranks else None)
+    else:
+        points = of_run(devices, gpus=gpus, ranks=options.ranks or (), shared=options.engine == "csrc")
+        rest = (*(part for count in options.ranks or () for part in ("--ranks", str(count))), *rest)
     if options.k:
         points = select(points, options.k)
-    for point in points:
+    for point in points if not options.join else ():
         without = [host.name for host in hosts if not able(host, point)]
         if without and (options.each or len(without) == len(hosts)):
             raise HostsError(f"{point.id}: {', '.join(without)} cannot run it (gpus in hosts.yaml); name a --device")
@@ -102,13 +108,20 @@ def _dry_run(host: Host, order: Order, tree: Snapshot, console: Console) -> tupl
     return True, lines
 
 
-def _matrix(order: Order, hosts: Sequence[Host], tree: Snapshot, console: Console, json_wanted: bool) -> int:
+def _matrix(order: Order, hosts: Sequence[Host], tree: Snapshot, console: Console, options: argparse.Namespace) -> int:
+    json_wanted = options.json
     started = ledgers.timestamp()
     stop = threading.Event()
     order.run_dir.mkdir(parents=True, exist_ok=True)
-    shared = pools(order, hosts)
-    runs = [HostRun(host, order, tree, shared[host.name], console, stop) for host in hosts]
-    interrupted = _wait(runs, stop)
+    runs: list[HostRun]
+    if options.join:
+        lead, others = join.arrange(order, hosts, tree, console, stop)
+        runs = [lead, *others]
+        interrupted = _join(lead, others, stop)
+    else:
+        shared = pools(order, hosts)
+        runs = [HostRun(host, order, tree, shared[host.name], console, stop) for host in hosts]
+        interrupted = _wait(runs, stop)
     ledger = assemble(order, started, runs)
     path = ledgers.write(ledger, order.run_dir)
     write_reports(ledger, order.run_dir)
@@ -125,6 +138,29 @@ def _matrix(order: Order, hosts: Sequence[Host], tree: Snapshot, console: Consol
         answer = {"run_id": ledger.run_id, "ledger": str(path), "status": status, "hosts": report}
         put(sys.stdout, json.dumps(answer) + "\n")
     return status
+
+
+def _join(lead: HostRun, others: Sequence[join.Joiner], stop: threading.Event) -> bool:
+    """The others first, so that the first host's ranks do not wait; they end when it has. True if interrupted."""
+    for other in others:
+        threading.Thread(target=other.work, daemon=True).start()
+    try:
+        for other in others:
+            while not other.ready.wait(1):
+                continue
+        if any(other.trouble for other in others):
+            lead.trouble = "not started: another host of the rendezvous failed"
+            lead.over.set()
+            interrupted = False
+        else:
+            interrupted = _wait([lead], stop)
+    except KeyboardInterrupt:
+        interrupted = True
+    for other in others:
+        other.end()
+    for other in others:
+        other.over.wait(30)
+    return interrupted
 
 
 def _wait(runs: Sequence[HostRun], stop: threading.Event) -> bool:

@@ -26,6 +26,7 @@ INTERRUPTED = 130  # as a shell reports Ctrl-C
 EPILOG = """examples:
   kdtree remote ct200                     the whole matrix on ct200
   kdtree remote ct200 ct201               shared between two hosts, by their speed
+  kdtree remote --join ct200,ct201        one model over the GPUs of both
   kdtree remote ct200 --doctor            what the host lacks; changes nothing there
   kdtree remote ct200 -k 'int4 and tiny'  some cells only
   kdtree remote ct200 -- -n 4             what follows -- goes to pytest there
@@ -41,7 +42,9 @@ def _parser() -> argparse.ArgumentParser:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("hosts", nargs="+", metavar="HOST", help="a name in hosts.yaml")
+    parser.add_argument("hosts", nargs="*", metavar="HOST", help="a name in hosts.yaml")
+    parser.add_argument("--join", metavar="HOST,HOST", default="", help="these hosts together share every model")
+    parser.add_argument("--ranks", type=int, action="append", help="cells of so many ranks alone; may be repeated")
     parser.add_argument("--each", action="store_true", help="every host runs every cell, instead of sharing them")
     parser.add_argument("-k", metavar="EXPR", default="", help="cells to run, as pytest takes it")
     parser.add_argument("--device", action="append", choices=("cpu", "cuda"), help="default: all that the hosts have")
@@ -89,7 +92,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise HostsError("paramiko is missing: pip install 'paramiko>=3.4'")
         from harness.remote import actions as remote_command
 
-        chosen = _chosen(options.hosts, options.hosts_file)
+        if bool(options.hosts) == bool(options.join):
+            raise HostsError("name hosts, or name several with --join")
+        if options.join and (options.each or len(options.ranks or ()) > 1 or "," not in options.join):
+            raise HostsError("--join takes several hosts and at most one --ranks, and not --each")
+        chosen = _chosen(options.join.split(",") if options.join else options.hosts, options.hosts_file)
         return remote_command.run(options, chosen, shlex.join(["kdtree", "remote", *arguments]), tuple(rest))
     except (HostsError, MatrixError) as error:
         print(f"kdtree remote: {error}", file=sys.stderr)

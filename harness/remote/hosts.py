@@ -67,6 +67,8 @@ class Host:
     """A name in ssh_config, a DNS name or an IP address."""
     user: str | None = None
     port: int | None = None
+    rendezvous: str | None = None
+    """The address at which other hosts reach it, for ``--join``; ``address`` if it is that one."""
     host_key: str | None = None
     """``TYPE BASE64`` or ``SHA256:...``; in place of known_hosts."""
     workdir: str = "~/.cache/kdtree-remote"
@@ -134,6 +136,7 @@ class _HostReader(Reader):
             "address": self.text,
             "user": self.text,
             "port": self.number(1, 65535, int),
+            "rendezvous": self.matching(re.compile(r"[A-Za-z0-9.:-]+"), "a DNS name or an IP address"),
             "host_key": self.host_key,
             "workdir": self.matching(re.compile(r"(~/|/).+"), "a path that begins with / or ~/"),
             "python": self.text,

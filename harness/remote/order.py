@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -32,6 +32,8 @@ class Order:
     wheels: Snapshot | None = None
     arguments: tuple[str, ...] = ()
     """More of them for the far side's pytest."""
+    extra: Mapping[str, str] = field(default_factory=dict)
+    """Variables of this run for its commands there."""
 
     @property
     def expected(self) -> tuple[str, ...]:
@@ -87,7 +89,9 @@ def batch_line(host: Host, order: Order, cells: Sequence[str], run_dir: str) -> 
     ]
 
 
-def environment(host: Host, directory: str, workdir: str, *, wheels: bool) -> dict[str, str]:
+def environment(
+    host: Host, directory: str, workdir: str, *, wheels: bool, extra: Mapping[str, str] | None = None
+) -> dict[str, str]:
     """What the project's commands find in their environment on ``host``; what hosts.yaml says there comes first."""
     env = {
         "KDTREE_BUNDLES": f"{workdir}/cache/bundles",
@@ -97,6 +101,7 @@ def environment(host: Host, directory: str, workdir: str, *, wheels: bool) -> di
     }
     if host.capabilities:
         env["TORCH_CUDA_ARCH_LIST"] = ";".join(host.capabilities)
+    env.update(extra or {})
     env.update(host.environment)
     if wheels:
         env["PYTHONPATH"] = ":".join(filter(None, [f"{directory}/site", env.get("PYTHONPATH")]))

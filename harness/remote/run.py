@@ -63,7 +63,7 @@ class HostRun:
         try:
             self._work()
         except Stopped:
-            self.trouble = "interrupted"
+            self.trouble = self._stopped()
         except KNOWN as error:
             self.trouble = "interrupted" if self._stop.is_set() else str(error).strip() or type(error).__name__
         except Exception as error:
@@ -75,6 +75,10 @@ class HostRun:
                 self.session.close()
             if self.trouble:
                 self._say(f"FAILED: {self.trouble}" + (f"; gives back {len(returned)} cells" if returned else ""))
+
+    def _stopped(self) -> str:
+        """What it means for this host that it was told to stop."""
+        return "interrupted"
 
     def _say(self, text: str) -> None:
         self.console.say(self.host.name, text)
@@ -97,9 +101,14 @@ class HostRun:
             self.trouble = f"the box was not free within {self.host.limits.queue:.0f} s"
             return
         self._prepare(session)
+        if not self.trouble:
+            self._cells(session)
+        session.unlock()
+
+    def _cells(self, session: Session) -> None:
+        """What the host was prepared for."""
         while not self.trouble and (cells := self.pool.take(self.host.name)):
             self._batch(session, cells)
-        session.unlock()
 
     def _send(self, session: Session) -> None:
         for part, tree in (("tree", self.tree), ("wheels", self.order.wheels)):
@@ -132,7 +141,8 @@ class HostRun:
 
     def _env(self, session: Session) -> Mapping[str, str]:
         workdir = session.facts["workdir"]
-        return environment(self.host, session.directory, workdir, wheels=self.order.wheels is not None)
+        wheels = self.order.wheels is not None
+        return environment(self.host, session.directory, workdir, wheels=wheels, extra=self.order.extra)
 
     def _install(self, session: Session) -> Outcome:
         names = [file.path.decode() for file in self.order.wheels.files] if self.order.wheels else []
