@@ -26,8 +26,8 @@ DECODERS = ("ar", "ddtree")
 DEVICES = ("cpu", "cuda")
 DRAFTERS = ("oracle", "noisy", "hostile")
 """Of a config that names none; what `refs.recipe` takes too. ``dflash`` drafts where a config names it."""
-RANKED_CONFIGS = ("experts", "groups")
-"""What several ranks run unless all is asked for: with and without shared experts, sizes that are no powers of two."""
+RANKED_CONFIGS = ("eight", "experts")
+"""What several ranks run unless all is asked for: one that up to eight can share, and one of many experts."""
 
 GPU_RANKS = (2, 4, 8)
 """Numbers of GPUs that a run uses together where it finds them."""
@@ -213,7 +213,8 @@ def of_run(
     found = expected(devices, scale=scale)
     for device in devices if shared else ():
         counts = (2,) if device == "cpu" else tuple(n for n in GPU_RANKS if n <= gpus)
-        found += expected([device], ranks=counts, ranked=dict.fromkeys(counts, RANKED_CONFIGS))
+        ranked = {count: [name for name in rankable(count) if name in RANKED_CONFIGS] for count in counts}
+        found += expected([device], ranks=counts, ranked=ranked)
     return found
 
 

@@ -11,7 +11,7 @@ from harness.remote import join
 from harness.remote.hosts import Gpus, Host, HostsError
 from tests.remote.support import Remote
 
-ONE = Host("one", "box1", architectures=("sm_120",), gpus=Gpus(8, "RTX"))
+ONE = Host("one", "box1", architectures=("sm_120",), gpus=Gpus(4, "RTX"))
 TWO = replace(ONE, name="two", address="box2", rendezvous="10.0.0.2")
 
 
@@ -30,7 +30,7 @@ def test_two_hosts_give_the_bits_of_one(remote: Remote) -> None:
 
 def test_the_ranks_are_the_gpus_of_all_hosts() -> None:
     points = join.points([ONE, TWO], None)
-    assert {point.ranks for point in points} == {16}
+    assert {point.ranks for point in points} == {8}
     assert {point.device for point in points} == {"cuda"}
     assert {point.ranks for point in join.points([ONE, TWO], 4)} == {4}
     places = join.nodes([TWO, ONE])
@@ -38,7 +38,7 @@ def test_the_ranks_are_the_gpus_of_all_hosts() -> None:
     assert len({place.port for place in places}) == 1
 
 
-@pytest.mark.parametrize(("ranks", "words"), [(3, "cannot have 3 ranks evenly"), (32, "one has fewer than 16 GPUs")])
+@pytest.mark.parametrize(("ranks", "words"), [(3, "cannot have 3 ranks evenly"), (16, "one has fewer than 8 GPUs")])
 def test_ranks_that_the_hosts_do_not_have(ranks: int, words: str) -> None:
     with pytest.raises(HostsError, match=words):
         join.points([ONE, TWO], ranks)
