@@ -9,6 +9,7 @@ what they compute.
 
 from __future__ import annotations
 
+import itertools
 import time
 
 import numpy as np
@@ -59,14 +60,15 @@ def operations() -> None:
 
 def cells() -> None:
     """A decode of each precision and decoder, in poisoned memory, against the golden tokens and the guard zones."""
-    path = ensure(["tiny"])["tiny"]
-    for precision in ("fp32", "int4"):
+    asked = [("tiny", ("", "noisy"), 9), ("dflash", ("dflash",), 21)]
+    for precision, (config, drafters, rows_at_most) in itertools.product(("fp32", "int4"), asked):
+        path = ensure([config])[config]
         golden = Golden.open(path, precision)
-        with create("cuda").load(path, precision, poison=True, max_rows=9) as session:
-            for drafter in ("", "noisy"):
+        with create("cuda").load(path, precision, poison=True, max_rows=rows_at_most) as session:
+            for drafter in drafters:
                 decoded = session.decode(golden.request(drafter))
                 if decoded.tokens != golden.tokens:
-                    raise SystemExit(f"{precision} {drafter or 'ar'}: {decoded.tokens}, not {golden.tokens}")
+                    raise SystemExit(f"{config} {precision} {drafter or 'ar'}: {decoded.tokens}, not {golden.tokens}")
             if session.broken_guard():
                 raise SystemExit(f"{precision}: {session.broken_guard()} was written outside its bounds")
 
