@@ -24,7 +24,6 @@
 #include <vector>
 
 #include "error.h"
-#include "stated.h"
 
 namespace kdtree {
 
@@ -264,6 +263,14 @@ struct RecordArgs {
 struct RecordTreeArgs {
   int32_t* dst; int entries, max_rows; Rows rows; const int32_t* accepted; const StepState* state;
 };
+
+// What experts are drawn from that a file states (docs/model.md); stated.h has the rule.
+struct Stated {
+  uint32_t key0, key1;
+  uint16_t scale;               // bf16 bits of the least scale, a power of two
+  int32_t zero, extreme, loud;  // shares of kStatedLots
+};
+constexpr int kStatedLots = 1024;
 
 // Of the stated experts first .. first + e - 1 of a tensor the rows row .. row + n - 1 of k weights, into memory of the backend
 // laid out as Weight's kInt4.

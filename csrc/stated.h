@@ -1,18 +1,12 @@
 // Stated experts (docs/model.md): INT4 weights that a file describes by a key and a few numbers, drawn group by group. The one
 // place of the rule, for host and device.
 #pragma once
+#include "ops.h"
 #include "philox.h"
 
 namespace kdtree {
 
-constexpr int kStatedLots = 1024;  // zero, extreme and loud are shares of this
-constexpr int kStatedQuad = 4;     // groups that share one counter's words for their scales
-
-struct Stated {
-  uint32_t key0, key1;
-  uint16_t scale;             // bf16 bits of the least scale, a power of two
-  int32_t zero, extreme, loud;
-};
+constexpr int kStatedQuad = 4;  // groups that share one counter's words for their scales
 
 // The 32 nibbles of a group, 8 a word from the lowest on; `lot` and the scale come from the group's own word.
 struct StatedGroup {
