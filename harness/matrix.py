@@ -138,10 +138,15 @@ def rankable(ranks: int, folder: Path = CONFIGS, *, scale: bool = False) -> tupl
     return tuple(name for name, path in files(folder, scale=scale).items() if divides(path, ranks))
 
 
-def config_precisions(path: Path) -> tuple[str, ...]:
+def precisions_of(path: Path) -> tuple[str, ...]:
     """The ``precisions`` of a config file, as `drafters` for its drafters."""
     names = _own_or_base(path, lambda content: content.get("precisions"))
     return PRECISIONS if names is None else _names(path, "precisions", names)
+
+
+def config_precisions(folder: Path = CONFIGS, *, scale: bool = False) -> dict[str, tuple[str, ...]]:
+    """Precisions by config. Raises MatrixError as `configs` does."""
+    return {name: precisions_of(path) for name, path in files(folder, scale=scale).items()}
 
 
 def files(folder: Path = CONFIGS, *, scale: bool = False) -> dict[str, Path]:
@@ -161,9 +166,9 @@ def configs(folder: Path = CONFIGS, *, scale: bool = False) -> dict[str, tuple[s
     return {name: drafters(path) for name, path in files(folder, scale=scale).items()}
 
 
-def is_large(config: str) -> bool:
+def is_large(config: str, folder: Path = CONFIGS) -> bool:
     """Whether a config is one of real sizes."""
-    return (CONFIGS / SCALE / f"{config}.yaml").exists()
+    return (folder / SCALE / f"{config}.yaml").exists()
 
 
 def expected(
@@ -171,21 +176,22 @@ def expected(
     config_drafters: Mapping[str, Sequence[str]] | None = None,
     *,
     precisions: Sequence[str] = PRECISIONS,
+    offered: Mapping[str, Sequence[str]] | None = None,
     ranks: Sequence[int] = (1,),
     ranked: Mapping[int, Sequence[str]] | None = None,
     scale: bool = False,
 ) -> list[Point]:
     """Every point of the axes; those that share a bundle and a precision stand together.
 
-    A config that names ``precisions`` has cells in those alone. ``scale``: with the configs of real sizes.
+    ``config_drafters`` and ``offered`` are drafters and precisions by config, and go together: by default those of
+    ``refs/configs``, with ``scale`` those of real sizes too. A config that ``offered`` does not name has all.
     ``ranked``: the configs that several ranks run, by their number; without it they run all.
     """
     if not devices:
         raise MatrixError("no device to run on: name one with --device")
-    table, own = config_drafters, {}
-    if table is None:
-        table = configs(scale=scale)
-        own = {name: config_precisions(path) for name, path in files(scale=scale).items()}
+    table = configs(scale=scale) if config_drafters is None else config_drafters
+    if offered is None:
+        offered = config_precisions(scale=scale) if config_drafters is None else {}
     return [
         Point(precision, decoder, config, drafter, device, count)
         for config in table
@@ -193,7 +199,7 @@ def expected(
         for count in ranks
         if count == 1 or ranked is None or config in ranked.get(count, ())
         for precision in precisions
-        if precision in own.get(config, precisions)
+        if precision in offered.get(config, precisions)
         for decoder in DECODERS
         for drafter in (table[config] if decoder == "ddtree" else ("",))
     ]
@@ -213,8 +219,8 @@ def of_run(
     found = expected(devices, scale=scale)
     for device in devices if shared else ():
         counts = (2,) if device == "cpu" else tuple(n for n in GPU_RANKS if n <= gpus)
-        ranked = {count: [name for name in rankable(count) if name in RANKED_CONFIGS] for count in counts}
-        found += expected([device], ranks=counts, ranked=ranked)
+        chosen = {count: [name for name in rankable(count) if name in RANKED_CONFIGS] for count in counts}
+        found += expected([device], ranks=counts, ranked=chosen)
     return found
 
 

@@ -22,7 +22,7 @@ from harness.cli import EXIT_STATUSES, Parser
 from harness.gate.rules import ENGINE, Demand, Finding, judge, status
 from harness.gate.waivers import Waiver, WaiverError, load
 from harness.ledger import LedgerError, read
-from harness.matrix import DEVICES, GPU_RANKS, MatrixError, configs, parse, rankable
+from harness.matrix import DEVICES, GPU_RANKS, MatrixError, config_precisions, configs, is_large, parse, rankable
 from harness.sources import ROOT, describe
 
 WAIVERS = "waivers.yaml"
@@ -88,9 +88,12 @@ def main(argv: Sequence[str], root: Path = ROOT) -> int:
     ledger = demand = None
     try:
         ledger = read(options.ledger)
+        folder = root / "refs" / "configs"
+        scale = any(is_large(parse(id).config, folder) for id in ledger.expected)  # then all of them are owed
         demand = Demand(
             sources=describe(root),
-            table=configs(root / "refs" / "configs"),
+            table=configs(folder, scale=scale),
+            precisions=config_precisions(folder, scale=scale),
             waivers=load(options.waivers or root / WAIVERS),
             today=datetime.now(timezone.utc).date(),
             devices=tuple(options.require_device),
@@ -98,7 +101,7 @@ def main(argv: Sequence[str], root: Path = ROOT) -> int:
             against=read(options.against) if options.against else None,
             max_slowdown=options.max_slowdown,
             allow_removed=options.allow_removed,
-            rankable={count: rankable(count, root / "refs" / "configs") for count in GPU_RANKS},
+            rankable={count: rankable(count, folder, scale=scale) for count in GPU_RANKS},
         )
         findings = judge(ledger, demand)
     except LedgerError as error:

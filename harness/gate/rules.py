@@ -36,6 +36,8 @@ class Demand:
 
     sources: Sources
     table: Table
+    precisions: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """By config; all where it names none."""
     waivers: tuple[Waiver, ...] = ()
     today: date = date.min
     devices: tuple[str, ...] = ()
@@ -127,7 +129,7 @@ def _wanted(device: str, points: Sequence[Point], demand: Demand) -> Iterable[st
         here = {point.config for point in points if (point.device, point.ranks) == (device, count)}
         able = demand.rankable.get(count, tuple(demand.table))
         ranked[count] = [name for name in able if name in RANKED_CONFIGS] if here <= set(RANKED_CONFIGS) else able
-    for point in expected([device], demand.table, ranks=sorted(ranks), ranked=ranked):
+    for point in expected([device], demand.table, offered=demand.precisions, ranks=sorted(ranks), ranked=ranked):
         yield point.id
 
 
@@ -160,7 +162,7 @@ def _waivers(ledger: Ledger, demand: Demand) -> Iterable[Finding]:
             message = f"the waiver of {waiver.cell} expired on {waiver.expires}: mend the cell, or see {waiver.issue}"
             yield Finding("waiver-expired", FAILED, message)
         point = parse(waiver.cell)
-        if point not in expected(DEVICES, demand.table, ranks=(point.ranks,)):
+        if point not in expected(DEVICES, demand.table, offered=demand.precisions, ranks=(point.ranks,)):
             message = f"the waiver of {waiver.cell} is not needed: the matrix has no such cell"
             yield Finding("waiver-unneeded", FAILED, message)
             continue

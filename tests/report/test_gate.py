@@ -110,6 +110,40 @@ def test_a_missing_cell_that_the_ledger_does_not_expect_either(green: Ledger, ju
     only(judge(data), INCOMPLETE, "missing", f"{green.cells[0].id}: in the matrix, and the run did not expect it")
 
 
+def kept(ledger: Ledger, keep: Callable[[str], bool]) -> Ledger:
+    """A run that expected only some of the cells."""
+    cells = tuple(cell for cell in ledger.cells if keep(cell.id))
+    return replace(ledger, expected=tuple(cell.id for cell in cells), cells=cells)
+
+
+def test_a_config_owes_its_own_precisions_alone(checkout: Path, judge: Judge) -> None:
+    path = checkout / "refs" / "configs" / "tiny.yaml"
+    path.write_text(path.read_text() + "precisions: [int4]\n")
+    git(checkout, "commit", "-q", "-a", "-m", "int4 alone")
+    green = runs.light(sources=describe(checkout))
+    assert judge(green)[0] == INFRASTRUCTURE
+    assert judge(kept(green, lambda id: not id.startswith("fp32-") or "-tiny-" not in id)) == (PASSED, [])
+
+
+def test_large_configs_are_owed_whole_or_not_at_all(checkout: Path, judge: Judge) -> None:
+    folder = checkout / "refs" / "configs" / "scale"
+    folder.mkdir()
+    for name in ("large", "larger"):
+        (folder / f"{name}.yaml").write_text("precisions: [int4]\nrun: {drafters: [noisy]}\n")
+    git(checkout, "add", ".")
+    git(checkout, "commit", "-q", "-m", "large ones")
+    sources, table = describe(checkout), {**runs.TABLE, "large": ("noisy",), "larger": ("noisy",)}
+    assert judge(runs.light(sources=sources)) == (PASSED, [])
+    whole = kept(runs.light(sources=sources, table=table), lambda id: not (id.startswith("fp32") and "large" in id))
+    assert judge(whole) == (PASSED, [])
+    status, findings = judge(kept(whole, lambda id: "larger" not in id))
+    assert status == INCOMPLETE
+    assert [message.split(":")[0] for _, message in findings] == [
+        "int4-ar-larger-cpu",
+        "int4-ddtree-larger-noisy-cpu",
+    ]
+
+
 def test_a_cell_that_did_not_run(green: Ledger, judge: Judge) -> None:
     only(judge(runs.change(green, ID, None)), INCOMPLETE, "not-run", f"{ID}: no worker recorded this cell")
 
