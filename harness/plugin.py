@@ -61,8 +61,11 @@ def pytest_configure(config: pytest.Config) -> None:
         return
     workers = int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
     if "OMP_NUM_THREADS" not in os.environ:
-        threads = max(2, (os.cpu_count() or 1) // workers)  # two at least, so that a race between threads can show
-        os.environ.setdefault("KDTREE_THREADS", str(threads))
+        share = max(1, (os.cpu_count() or 1) // workers)
+        os.environ.setdefault("KDTREE_THREADS", str(max(2, share)))  # two at least: a race between threads can show
+        os.environ["OMP_NUM_THREADS"] = str(share)  # these threads spin while they wait
+        if "torch" in sys.modules:  # it has read that by now
+            sys.modules["torch"].set_num_threads(share)
     handed = _handed(config)
     if handed is not None and handed["gpus"]:
         give(int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw")), handed["gpus"], os.environ)

@@ -30,7 +30,7 @@ def start(forks: Forks, tmp_path: Path) -> Command:
     """``python -m COMMAND`` as a user would, without what this test run put into the environment."""
 
     def one(*command: str, path: Path | None = None) -> subprocess.CompletedProcess[str]:
-        own = ("PYTEST_", "KDTREE_THREADS")
+        own = ("PYTEST_", "KDTREE_THREADS", "OMP_NUM_THREADS")
         environment = {name: value for name, value in os.environ.items() if not name.startswith(own)}
         sites = [str(path)] if path else []
         environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *sites])

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -37,15 +36,6 @@ SHA256 = {
     "heldout.json": "e4ff69e11aac27e1039fb24707031367de2e7a275aeb741c83137955163c297b",
 }
 LIMIT = 8 << 20
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Torch's threads spin while they wait, and other test workers want the processors."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
