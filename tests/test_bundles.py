@@ -185,6 +185,7 @@ def test_many_processes_make_each_bundle_once(tmp_path: Path) -> None:
     assert visible(tmp_path) == ["block1.kdtr", "budget0.kdtr"]
 
 
+@pytest.mark.slow
 def test_a_killed_maker_leaves_nothing_that_trips_the_next(tmp_path: Path) -> None:
     """Killed in the middle of a bundle: the next run starts at once, makes it, and removes the litter."""
     process = run("--out", str(tmp_path), "tiny")

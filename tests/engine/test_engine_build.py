@@ -57,6 +57,7 @@ def test_built_once_and_found_again(tree: Path) -> None:
     assert left == [first.parent.name], "nothing but the finished build is visible"
 
 
+@pytest.mark.slow
 def test_every_input_is_in_the_key(tree: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A header, a source, a new file, the build script, flags, the compiler's name: another library each."""
     seen = [build()]
@@ -116,6 +117,7 @@ def _build_in_child(queue: multiprocessing.Queue[str]) -> None:
     queue.put(str(build()))
 
 
+@pytest.mark.slow
 def test_many_processes_build_once(tree: Path) -> None:
     """Every compiler call leaves a line; there is one call for the one source however many ask."""
     log = tree.parent / "calls"
@@ -139,6 +141,7 @@ def test_many_processes_build_once(tree: Path) -> None:
     assert log.read_text() == "x\n"
 
 
+@pytest.mark.slow
 def test_a_killed_build_is_no_obstacle(tree: Path) -> None:
     """SIGKILL in the middle: its lock ends with it, and its half build is neither used nor in the way."""
     wrapper = tree.parent / "cxx"

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import random
 import struct
+import tempfile
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -66,8 +69,10 @@ class Reader:
 
 
 @pytest.fixture
-def reader(tmp_path: Path) -> Reader:
-    return Reader(tmp_path)
+def reader() -> Iterator[Reader]:
+    """In memory where the system has a folder for that: thousands of files are written."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None) as folder:
+        yield Reader(Path(folder))
 
 
 def test_hand_written_bytes(reader: Reader) -> None:

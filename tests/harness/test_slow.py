@@ -30,7 +30,7 @@ def project(tmp_path: Path) -> Path:
         (["-n", "1"], 1, True),
         (["--all"], 3, False),
         (["checks"], 3, False),
-        (["checks/test_both.py", "-n", "1"], 3, False),
+        pytest.param(["checks/test_both.py", "-n", "1"], 3, False, marks=pytest.mark.slow),
         (["-k", "waits"], 2, False),
         (["-m", "slow"], 2, False),
     ],

@@ -20,6 +20,7 @@ def test_a_variant_that_makes_the_pinned_bytes_is_the_same() -> None:
     assert (got.result, got.python, got.detail) == ("same", platform.python_version(), "")
 
 
+@pytest.mark.slow
 def test_a_difference_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     pins = bundle_lock.read_lock()
     pins["block1"] = {**pins["block1"], "sha256": "0", "tensors": {**pins["block1"]["tensors"], "lm_head.w": "0"}}
@@ -47,6 +48,7 @@ def test_sources_whose_exp_is_numpys_are_seen_to_differ(tmp_path: Any) -> None:
     assert "golden.fp32" in got.detail
 
 
+@pytest.mark.slow
 def test_vector_dispatch_is_seen_to_be_off() -> None:
     got = reproduce.attempt(Variant("off", sys.executable, disable_simd=True), CONFIGS)
     if reproduce.describe_interpreter()["simd"]:

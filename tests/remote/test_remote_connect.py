@@ -70,6 +70,7 @@ def test_an_unknown_key_is_refused_and_can_be_accepted_by_its_fingerprint(
     assert public(server.sshd.keys[0]) in found.stdout
 
 
+@pytest.mark.slow
 def test_accepting_keeps_the_rest_of_the_file(host: Host, options: Options, server: Server) -> None:
     path = known_file(options)
     path.write_text("other.example ssh-ed25519 AAAA")  # no newline at its end
@@ -78,6 +79,7 @@ def test_accepting_keeps_the_rest_of_the_file(host: Host, options: Options, serv
     attempt(host, options)
 
 
+@pytest.mark.slow
 def test_a_changed_key_is_refused_even_when_its_fingerprint_is_given(
     host: Host, options: Options, server: Server, tmp_path: Path
 ) -> None:
@@ -94,18 +96,21 @@ def test_a_changed_key_is_refused_even_when_its_fingerprint_is_given(
     assert f"ssh-keygen -R '[127.0.0.1]:{host.port}'" in text
 
 
+@pytest.mark.slow
 def test_a_key_of_another_type_is_refused(host: Host, options: Options, tmp_path: Path) -> None:
     known_file(options, f"[127.0.0.1]:{host.port} {public(keygen(tmp_path / 'rsa', 'rsa'))}")
     with pytest.raises(WrongTypeHostKey, match=r"ssh-rsa .*no longer offers"):
         attempt(host, options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [0, 1])
 def test_the_type_that_is_known_is_asked_for(host: Host, options: Options, server: Server, kind: int) -> None:
     known_file(options, f"[127.0.0.1]:{host.port} {public(server.sshd.keys[kind])}")
     attempt(host, options)
 
 
+@pytest.mark.slow
 def test_one_of_several_known_keys_will_do(host: Host, options: Options, server: Server, tmp_path: Path) -> None:
     """A file that holds the key before a re-installation and the one after it."""
     name = f"[127.0.0.1]:{host.port}"
@@ -113,6 +118,7 @@ def test_one_of_several_known_keys_will_do(host: Host, options: Options, server:
     attempt(host, options)
 
 
+@pytest.mark.slow
 def test_a_revoked_key_is_refused(host: Host, options: Options, server: Server) -> None:
     key = public(server.sshd.keys[0])
     name = f"[127.0.0.1]:{host.port}"
@@ -121,6 +127,7 @@ def test_a_revoked_key_is_refused(host: Host, options: Options, server: Server) 
         attempt(host, options)
 
 
+@pytest.mark.slow
 def test_a_pinned_key_stands_in_for_known_hosts(host: Host, options: Options, server: Server, tmp_path: Path) -> None:
     for key in server.sshd.keys:
         attempt(replace(host, host_key=public(key)), options)
@@ -167,11 +174,13 @@ def test_fingerprints_are_openssh_s(tmp_path: Path) -> None:
     assert known_hosts.fingerprint(base64.b64decode(public(key).split()[1])) == fingerprint(key)
 
 
+@pytest.mark.slow
 def test_wrong_user(host: Host, server: Server) -> None:
     with pytest.raises(ConnectionFailed, match=r"auth: user nobody-of-that-name is refused \(.*id refused"):
         attempt(replace(host, user="nobody-of-that-name"), server.options)
 
 
+@pytest.mark.slow
 def test_a_key_that_the_server_does_not_take(host: Host, server: Server, tmp_path: Path) -> None:
     other = keygen(tmp_path / "other")
     config = ssh_config(tmp_path / "c", [], key=other, known_hosts=server.known_hosts)
@@ -179,6 +188,7 @@ def test_a_key_that_the_server_does_not_take(host: Host, server: Server, tmp_pat
         attempt(host, Options(config=config))
 
 
+@pytest.mark.slow
 def test_a_key_with_a_passphrase_is_named_and_nobody_is_asked(host: Host, server: Server, tmp_path: Path) -> None:
     locked = keygen(tmp_path / "locked", passphrase="not empty")
     config = ssh_config(tmp_path / "c", [], key=locked, known_hosts=server.known_hosts)
@@ -199,6 +209,7 @@ def agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     process.wait()
 
 
+@pytest.mark.slow
 def test_keys_come_from_the_agent(host: Host, server: Server, tmp_path: Path, agent: Path) -> None:
     """Named by ssh_config with the public part alone on disk, among others that would exhaust the server's patience."""
     for i in range(8):
@@ -210,6 +221,7 @@ def test_keys_come_from_the_agent(host: Host, server: Server, tmp_path: Path, ag
     attempt(host, Options(config=config))
 
 
+@pytest.mark.slow
 def test_a_server_that_takes_no_keys(host: Host, server: Server, tmp_path: Path) -> None:
     sshd = Sshd(tmp_path / "s", server.authorized, options=["PubkeyAuthentication no"], passwords="yes")
     try:
@@ -219,6 +231,7 @@ def test_a_server_that_takes_no_keys(host: Host, server: Server, tmp_path: Path)
         sshd.stop()
 
 
+@pytest.mark.slow
 def test_two_hops(connect: Open, host: Host, server: Server, tmp_path: Path) -> None:
     """ProxyJump through two servers, each with a key, a port and an ssh_config entry of its own."""
     hops = [Sshd(tmp_path / f"hop{i}", server.authorized) for i in range(2)]
@@ -259,6 +272,7 @@ def test_two_hops(connect: Open, host: Host, server: Server, tmp_path: Path) -> 
             sshd.stop()
 
 
+@pytest.mark.slow
 def test_proxy_command(connect: Open, host: Host, server: Server, tmp_path: Path) -> None:
     command = f"ssh -F {server.options.config} -p {host.port} -W %h:%p {user()}@127.0.0.1"
     blocks = [f"Host box\n  HostName 127.0.0.1\n  Port {host.port}\n  User {user()}\n  ProxyCommand {command}"]
@@ -296,6 +310,7 @@ def test_an_include_stays_in_its_block(tmp_path: Path) -> None:
     assert str(route(loaded, "b", None, None)[0]) == "me@b:22"
 
 
+@pytest.mark.slow
 def test_missing_python_and_what_is_none(connect: Open, server: Server, tmp_path: Path) -> None:
     with pytest.raises(
         ConnectionFailed, match=r"python: /no/python is not there \(status 127\); set python in hosts\.yaml"
@@ -312,6 +327,7 @@ def test_missing_python_and_what_is_none(connect: Open, server: Server, tmp_path
         connect(server.host(tmp_path, python=str(old)))
 
 
+@pytest.mark.slow
 def test_a_login_that_prints_is_no_trouble(connect: Open, server: Server, tmp_path: Path) -> None:
     chatty = tmp_path / "py thon's"  # and a path that has to be quoted
     python = server.host(tmp_path).python
@@ -322,6 +338,7 @@ def test_a_login_that_prints_is_no_trouble(connect: Open, server: Server, tmp_pa
     assert connect(server.host(tmp_path, python=str(chatty))).facts["ok"]
 
 
+@pytest.mark.slow
 def test_nobody_listens(host: Host, server: Server) -> None:
     from tests.remote.sshd import free_port
 
@@ -341,6 +358,7 @@ def timed(host: Host, options: Options, match: str) -> float:
     return time.monotonic() - began
 
 
+@pytest.mark.slow
 def test_the_connect_limit(host: Host, server: Server) -> None:
     """A listener whose queue is full: the kernel drops what comes, as a firewall does."""
     with socket.socket() as full:
@@ -360,6 +378,7 @@ def test_the_connect_limit(host: Host, server: Server) -> None:
     assert seconds < 3
 
 
+@pytest.mark.slow
 def test_the_banner_limit(host: Host, server: Server) -> None:
     with socket.create_server(("127.0.0.1", 0)) as mute:
         port = mute.getsockname()[1]
@@ -367,6 +386,7 @@ def test_the_banner_limit(host: Host, server: Server) -> None:
     assert seconds < 4
 
 
+@pytest.mark.slow
 def test_something_else_listens(host: Host, server: Server) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
 
@@ -379,6 +399,7 @@ def test_something_else_listens(host: Host, server: Server) -> None:
         timed(replace(host, port=other.getsockname()[1], limits=SHORT), server.options, "no SSH server answers there")
 
 
+@pytest.mark.slow
 def test_the_key_exchange_limit(host: Host, server: Server) -> None:
     relay = Relay(server.sshd.port, freeze_after=60)  # the banner passes, and nothing after it
     try:
@@ -388,6 +409,7 @@ def test_the_key_exchange_limit(host: Host, server: Server) -> None:
         relay.close()
 
 
+@pytest.mark.slow
 def test_the_auth_limit(host: Host, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     relay = Relay(server.sshd.port)
     monkeypatch.setattr(known_hosts, "check_pin", lambda *_: relay.freeze())  # between key exchange and authentication

@@ -184,6 +184,7 @@ def test_a_host_that_cannot_be_used_is_infrastructure(remote: Remote, fields: di
     assert "<error" in (result.run_dir / "junit.xml").read_text()
 
 
+@pytest.mark.slow
 def test_wrong_arguments_are_configuration(remote: Remote, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     def said(*arguments: str) -> str:
         file = tmp_path / "hosts.yaml"
@@ -258,6 +259,7 @@ def test_doctor_reports_gpus_against_hosts_yaml(remote: Remote, tmp_path: Path) 
         assert bool(found["GPUs"]["remedy"]) == bool(remedy)
 
 
+@pytest.mark.slow
 def test_dry_run_sends_and_starts_nothing(remote: Remote, tmp_path: Path) -> None:
     box = remote.host("box", prepare=["touch never"])
     result = remote(box, "--dry-run", "-k", FILTER)

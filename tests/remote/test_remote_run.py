@@ -45,6 +45,7 @@ def test_output_and_status(session: Session, printed: Printed) -> None:
     assert (printed.out, printed.err) == ("out\n", "err\n")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM])
 def test_a_signal_is_no_status(session: Session, number: signal.Signals) -> None:
     outcome = session.run(["sh", "-c", f"kill -{int(number)} $$"], limit=20)
@@ -52,17 +53,20 @@ def test_a_signal_is_no_status(session: Session, number: signal.Signals) -> None
     assert number.name in outcome.trouble
 
 
+@pytest.mark.slow
 def test_a_missing_or_useless_program(session: Session) -> None:
     assert session.run(["no-such-program"], limit=20).status == 127
     assert session.run(["./a.txt"], limit=20).status == 126
     assert session.run(["true"], limit=20).status == 0
 
 
+@pytest.mark.slow
 def test_environment_does_not_depend_on_the_server(session: Session, printed: Printed, repo: Path) -> None:
     session.run(["sh", "-c", 'printf "%s" "$KDTREE_TEST"'], limit=20, env={"KDTREE_TEST": "ünï\n$HOME 'x'"})
     assert printed.out == "ünï\n$HOME 'x'"
 
 
+@pytest.mark.slow
 def test_what_preparation_exports_holds_for_later_commands(
     connect: Open, server: Server, tmp_path: Path, repo: Path, printed: Printed
 ) -> None:
@@ -77,6 +81,7 @@ def test_what_preparation_exports_holds_for_later_commands(
     assert broken.prepare().status == 9
 
 
+@pytest.mark.slow
 def test_lines_come_while_the_command_runs(connect: Open, repo: Path) -> None:
     seen: list[tuple[bytes, float]] = []
     session = connect(output=lambda kind, data: seen.append((data, time.monotonic())))
@@ -86,6 +91,7 @@ def test_lines_come_while_the_command_runs(connect: Open, repo: Path) -> None:
     assert times[b"second\n"] - times[b"first\n"] > 0.3
 
 
+@pytest.mark.slow
 def test_much_on_both_streams(session: Session, printed: Printed) -> None:
     """16 MiB on each at once; whoever drains one and then the other would wait for ever."""
     program = (
@@ -127,6 +133,7 @@ def family(marker: str, *more: str) -> list[str]:
     return [sys.executable, "-c", FAMILY, marker, *more]
 
 
+@pytest.mark.slow
 def test_the_time_limit_ends_everything(session: Session, marker: str) -> None:
     began = time.monotonic()
     outcome = session.run(family(marker), limit=1.5)
@@ -144,6 +151,7 @@ def test_what_a_command_leaves_behind_is_ended_with_it(session: Session, marker:
     assert session.run(["true"], limit=20).status == 0
 
 
+@pytest.mark.slow
 def test_stopping_ends_everything(connect: Open, repo: Path, marker: str, printed: Printed) -> None:
     stop = threading.Event()
     session = connect(stop=stop)
@@ -408,6 +416,7 @@ def under_python(session: Session, version: str, tmp_path: Path, repo: Path, pri
     assert session.prune()["ok"]
 
 
+@pytest.mark.slow
 def test_files_come_back_after_a_failure_too(session: Session, tmp_path: Path) -> None:
     script = "mkdir -p out/deep; printf '\\0\\1' > out/deep/b; ln -s /etc/passwd out/link; mkfifo out/p; exit 3"
     (Path(session.directory) / "tree" / "out").mkdir()
@@ -436,6 +445,7 @@ def test_a_fetch_that_breaks_leaves_nothing(session: Session, server: Server, tm
     assert not list(tmp_path.glob(".back*"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("honest", "hostile", "kind"),
     [

@@ -81,6 +81,7 @@ def test_first_unchanged_changed_deleted_and_mode(connect: Open, repo: Path) -> 
     assert arrived(session.directory)[b"run.sh"][1] == 0o755  # an earlier run's tree is its own
 
 
+@pytest.mark.slow
 def test_a_deleted_file_that_git_still_tracks_is_not_missed(connect: Open, repo: Path) -> None:
     (repo / "a.txt").unlink()
     session = connect()
@@ -88,6 +89,7 @@ def test_a_deleted_file_that_git_still_tracks_is_not_missed(connect: Open, repo:
     assert b"a.txt" not in arrived(session.directory)
 
 
+@pytest.mark.slow
 def test_modes_are_kept(connect: Open, repo: Path) -> None:
     modes = [0o400, 0o600, 0o640, 0o644, 0o700, 0o755, 0o777]
     for mode in modes:
@@ -99,6 +101,7 @@ def test_modes_are_kept(connect: Open, repo: Path) -> None:
     assert [there[f"mode-{mode:o}".encode()][1] for mode in modes] == modes
 
 
+@pytest.mark.slow
 def test_names_may_hold_anything(connect: Open, repo: Path) -> None:
     names = [
         "with space.txt",
@@ -120,6 +123,7 @@ def test_names_may_hold_anything(connect: Open, repo: Path) -> None:
     assert len(arrived(session.directory)) >= len(names) + 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("locale", ["C", "C.UTF-8"])
 def test_the_far_locale_does_not_matter(connect: Open, repo: Path, server: Server, tmp_path: Path, locale: str) -> None:
     wrapper = tmp_path / "python"
@@ -147,6 +151,7 @@ def test_links_out_of_the_tree_are_refused(repo: Path, tmp_path: Path) -> None:
         working_tree(repo)
 
 
+@pytest.mark.slow
 def test_links_inside_the_tree_are_sent_even_when_they_dangle(connect: Open, repo: Path) -> None:
     (repo / "dangling").symlink_to("src/not there yet")
     (repo / "folder").symlink_to("src")
@@ -177,6 +182,7 @@ def test_a_hooks_environment_does_not_lead_astray(repo: Path, monkeypatch: pytes
     assert sync.listed(repo) == plain
 
 
+@pytest.mark.slow
 def test_a_file_that_changes_while_it_is_sent_is_noticed(connect: Open, repo: Path, host: Host) -> None:
     tree = working_tree(repo)
     write(repo, {"a.txt": "two\n"})  # as long as before
@@ -207,6 +213,7 @@ def test_the_far_side_does_not_trust_what_arrives(
     assert arrived(session.directory) == wanted(repo)
 
 
+@pytest.mark.slow
 def test_the_far_side_does_not_trust_its_store(connect: Open, repo: Path, host: Host) -> None:
     connect().sync(working_tree(repo))
     digest = hashlib.sha256(b"one\n").hexdigest()
@@ -218,6 +225,7 @@ def test_the_far_side_does_not_trust_its_store(connect: Open, repo: Path, host: 
     assert arrived(session.directory) == wanted(repo)
 
 
+@pytest.mark.slow
 def test_a_run_that_writes_into_its_tree_harms_no_other(connect: Open, repo: Path) -> None:
     session = connect()
     session.sync(working_tree(repo))
@@ -408,6 +416,7 @@ def test_disk_full(connect: Open, repo: Path, server: Server, tmp_path: Path, ho
             subprocess.run(["umount", "-l", str(workdir)], check=True)
 
 
+@pytest.mark.slow
 def test_a_hostile_manifest_stays_in_its_tree(connect: Open, tmp_path: Path) -> None:
     data = b"x"
     digest = hashlib.sha256(data).hexdigest()
