@@ -9,7 +9,11 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +22,7 @@ from refs.exact import Draws
 from refs.philox import philox
 from refs.quant import GROUP
 from refs.recipe import Recipe
-from refs.stated import LOTS, Stated, draw
+from refs.stated import LOTS, Stated, draw_nibbles, draw_scales
 
 F32 = npt.NDArray[np.float32]
 Array = npt.NDArray[np.generic]
@@ -26,7 +30,8 @@ Declared = dict[str, tuple[str, tuple[int, ...]]]
 
 SPREAD = 73.9  # standard deviation of `_odd`'s integers
 STATED_SPREAD = 4.88  # of a stated expert's weights in units of its least scale: 3.25 of the nibbles, 1.5 of the scales
-PART = 1 << 20  # weights made at a time
+PART = 1 << 18  # weights made at a time: numpy's temporaries then stay near a core's cache
+THREADS = min(8, os.cpu_count() or 1)
 MASSIVE, LOUD_NORM = 32.0, 8.0  # how much larger outlier channels are in the embedding and in the norms before an MLP
 
 
@@ -64,13 +69,25 @@ def parts(recipe: Recipe, name: str) -> Iterator[Array]:
         if suffix == "draw":
             yield what.numbers()
             return
-        for expert in range(experts):
-            for block in _blocks(rows, k):
-                yield draw(what, expert, block, k)[suffix == "sc"]
+        drawn: Callable[..., Array] = draw_nibbles if suffix == "qw" else draw_scales
+        every = range(experts)
+        yield from _in_order(partial(drawn, what, e, block, k) for e in every for block in _blocks(rows, k))
         return
     shape = recipe.model.shapes()[name]
-    for block in _blocks(*((1, shape[0]) if len(shape) == 1 else shape)):
-        yield _rows(recipe, name, shape, block)
+    blocks = _blocks(*((1, shape[0]) if len(shape) == 1 else shape))
+    yield from _in_order(partial(_rows, recipe, name, shape, block) for block in blocks)
+
+
+def _in_order(jobs: Iterable[Callable[[], Array]]) -> Iterator[Array]:
+    """The results in order, made by threads that are a few jobs ahead and no more."""
+    waiting: deque[Future[Array]] = deque()
+    with ThreadPoolExecutor(THREADS) as pool:
+        for job in jobs:
+            waiting.append(pool.submit(job))
+            if len(waiting) > THREADS:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
 
 
 def weights(recipe: Recipe) -> dict[str, Array]:

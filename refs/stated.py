@@ -11,9 +11,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from refs.philox import philox
+from refs.errors import ConfigError
+from refs.philox import U64, philox
 from refs.quant import GROUP, U8, U16, groups
 
+Flags = npt.NDArray[np.bool_]
 LOTS = 1024
 QUAD = 4  # groups that share one counter's words for their scales
 
@@ -33,9 +35,17 @@ class Stated:
     loud: int
 
     @staticmethod
-    def of(numbers: npt.NDArray[Any]) -> Stated:
-        """From the i64 [5] of a file; what is out of range is refused by whoever reads the file."""
-        return Stated(*(int(value) for value in numbers))
+    def of(numbers: npt.NDArray[Any], where: str = "stated experts") -> Stated:
+        """From the i64 [5] of a file; `ConfigError` naming ``where`` and the number that is out of range."""
+        made = Stated(*(int(value) for value in numbers))
+        if not 1 << 7 <= made.scale <= 249 << 7 or made.scale % 128:
+            raise ConfigError(f"{where}[1]: {made.scale}: not the bits of a bf16 power of two from 2^-126 to 2^122")
+        room = LOTS
+        for i, share in enumerate((made.zero, made.extreme, made.loud), 2):
+            if not 0 <= share <= room:
+                raise ConfigError(f"{where}[{i}]: {share}: shares are not negative and at most {LOTS} in all")
+            room -= share
+        return made
 
     def numbers(self) -> npt.NDArray[np.int64]:
         """As the file holds them."""
@@ -44,30 +54,49 @@ class Stated:
 
 def draw(stated: Stated, expert: int, rows: range, k: int) -> tuple[U8, U16]:
     """Rows of one expert: nibbles [rows, 16*groups(k)] and the bits of bf16 scales [rows, groups(k)]."""
-    count = groups(k)
-    row = np.asarray(rows, np.uint64)[:, None]
-    group = np.arange(count, dtype=np.uint64)
-    key = stated.key % 2**64
-    a, b = (philox((group, row, expert, part), key) for part in (0, 1))
-    quads = philox((np.arange(-(-count // QUAD), dtype=np.uint64), row, expert, 2), key)
-    word = np.stack(quads, axis=-1).reshape(len(rows), -1)[:, :count]
-    lot = (word >> np.uint64(7)) % np.uint64(LOTS)
-    zero = lot < stated.zero
-    extreme = ~zero & (lot < stated.zero + stated.extreme)
-    loud = ~zero & ~extreme & (lot < stated.zero + stated.extreme + stated.loud)
+    return draw_nibbles(stated, expert, rows, k), draw_scales(stated, expert, rows, k)
 
-    out = np.empty((len(rows), count, 4), "<u4")
+
+def draw_nibbles(stated: Stated, expert: int, rows: range, k: int) -> U8:
+    """As `draw`, the nibbles alone."""
+    row, group = np.asarray(rows, np.uint64)[:, None], np.arange(groups(k), dtype=np.uint64)
+    a, b = (philox((group, row, expert, part), stated.key % 2**64) for part in (0, 1))
+    zero, extreme, _ = _kinds(stated, _own_words(stated, expert, rows, k))
+    out = np.empty((*zero.shape, 4), "<u4")
     for i in range(4):
         # Eight averages of nibbles, each rounded up: no nibble borrows from its neighbour.
-        word_q = (a[i] | b[i]) - (((a[i] ^ b[i]) >> np.uint64(1)) & np.uint64(0x77777777))
-        word_q = np.where(extreme, (a[i] & np.uint64(0x11111111)) * np.uint64(15), word_q)
-        out[..., i] = np.where(zero, np.uint64(0x88888888), word_q)
+        nibbles = (a[i] | b[i]) - (((a[i] ^ b[i]) >> np.uint64(1)) & np.uint64(0x77777777))
+        nibbles[extreme] = (a[i][extreme] & np.uint64(0x11111111)) * np.uint64(15)
+        nibbles[zero] = 0x88888888
+        out[..., i] = nibbles
     packed = out.view(np.uint8).reshape(len(rows), -1)
     if k % GROUP:
         _pad(packed, k)
+    return packed
+
+
+def draw_scales(stated: Stated, expert: int, rows: range, k: int) -> U16:
+    """As `draw`, the scales alone, which cost a ninth."""
+    word = _own_words(stated, expert, rows, k)
+    zero, _, loud = _kinds(stated, word)
     scale = np.uint64(stated.scale) | (word & np.uint64(127))
-    scale = np.where(zero, np.uint64(0), scale + np.where(loud, np.uint64(4 << 7), np.uint64(0)))
-    return packed, scale.astype(np.uint16)
+    scale[loud] += np.uint64(4 << 7)
+    scale[zero] = 0
+    return scale.astype(np.uint16)
+
+
+def _own_words(stated: Stated, expert: int, rows: range, k: int) -> U64:
+    """Each group's word for its scale and kind, [rows, groups(k)]."""
+    count, row = groups(k), np.asarray(rows, np.uint64)[:, None]
+    quads = philox((np.arange(-(-count // QUAD), dtype=np.uint64), row, expert, 2), stated.key % 2**64)
+    return np.stack(quads, axis=-1).reshape(len(rows), -1)[:, :count]
+
+
+def _kinds(stated: Stated, word: U64) -> tuple[Flags, Flags, Flags]:
+    """Which groups are zero, extreme and loud."""
+    lot = (word >> np.uint64(7)) % np.uint64(LOTS)
+    ends = stated.zero, stated.zero + stated.extreme, stated.zero + stated.extreme + stated.loud
+    return lot < ends[0], (lot >= ends[0]) & (lot < ends[1]), (lot >= ends[1]) & (lot < ends[2])
 
 
 def _pad(packed: U8, k: int) -> None:

@@ -18,6 +18,7 @@ from refs.stated import Stated, draw
 
 KDTR_TYPES = {"f32": np.dtype("<f4"), "bf16": np.dtype("<u2"), "u8": np.dtype("u1"), "i64": np.dtype("<i8")}
 Index = npt.NDArray[np.int64]
+EXPERT_ROWS = 64  # dequantised at a time: numpy's temporaries then stay near a core's cache
 
 
 class Weights:
@@ -85,12 +86,19 @@ def check(config: ModelConfig, tensors: Mapping[str, npt.NDArray[Any]], precisio
             raise MissingTensor(f"{file}: {name}: is {found.dtype} {found.shape}, must be {kind} {shape}")
 
 
-_drawn = lru_cache(maxsize=8192)(draw)  # of real sizes at most 1 MiB each; every model of a bundle asks for the same
+_drawn = lru_cache(maxsize=32768)(draw)  # of real sizes at most 256 KiB each; every model of a bundle asks for the same
 
 
 def expert(tensors: Mapping[str, npt.NDArray[Any]], stem: str, index: int, rows: range, k: int) -> F32:
     """Neighbouring rows [rows, k] of an INT4 expert's matrix, stored or stated; exact."""
-    if stem + ".draw" in tensors:
-        return dequantise(*_drawn(Stated.of(tensors[stem + ".draw"]), index, rows, k), k)
-    part = slice(rows.start, rows.stop)
-    return dequantise(tensors[stem + ".qw"][index, part], tensors[stem + ".sc"][index, part], k)
+    name = stem + ".draw"
+    stated = Stated.of(tensors[name], name) if name in tensors else None
+    out = np.empty((len(rows), k), np.float32)
+    for first in range(rows.start, rows.stop, EXPERT_ROWS):
+        part = range(first, min(first + EXPERT_ROWS, rows.stop))
+        if stated:
+            packed, scales = _drawn(stated, index, part, k)
+        else:
+            packed, scales = (tensors[stem + end][index, part.start : part.stop] for end in (".qw", ".sc"))
+        out[part.start - rows.start : part.stop - rows.start] = dequantise(packed, scales, k)
+    return out

@@ -13,6 +13,8 @@ from engine_ops import Ops
 import engine
 from harness import protocol
 from harness.bundles import ensure
+from refs.errors import ConfigError
+from refs.model import Model
 from refs.stated import Stated, draw
 
 RULE = Stated(key=-0x0123456789ABCDEF, scale=118 << 7, zero=150, extreme=150, loud=100)
@@ -77,6 +79,8 @@ def test_numbers_out_of_range_are_named(stated: Path, tmp_path: Path, numbers: l
     path = changed(stated, tmp_path / "bad.kdtr", tensors={name: np.array(numbers, np.int64)})
     with pytest.raises(protocol.ConfigError, match=f": {name}{text}"):
         engine.create("cpu").load(path, "int4")
+    with pytest.raises(ConfigError, match=f"{name}{text}"):
+        Model.open(path, "int4")
 
 
 def test_a_wrong_shape_and_experts_both_stated_and_stored_are_refused(stated: Path, tmp_path: Path) -> None:
