@@ -26,6 +26,7 @@ from harness.protocol import (
     Round,
     TokenError,
 )
+from refs.config import BF16_PRECISIONS
 
 I32 = npt.NDArray[np.int32]
 
@@ -330,8 +331,11 @@ class CsrcEngine:
 
     def kernels(self, precision: str, moe: bool) -> frozenset[str]:
         """Kernels that a decode must have launched (csrc/ops.h names them); with KDTREE_ISA set, those it asks for."""
-        always = {"embed", "linear_f32", "mla_prepare", "mla_attention", "mla_value", "select", "accept", "kv_commit"}
-        experts = {"router", "experts_int4" if precision == "int4" else "experts_f32"} if moe else set()
+        mla = {"mla_prepare", "mla_attention", "mla_value"}
+        plain, end = ("linear_bf16", "_bf16") if precision in BF16_PRECISIONS else ("linear_f32", "")
+        always = {"embed", plain, "select", "accept", "kv_commit"} | {name + end for name in mla}
+        kind = "experts_int4" + end if precision.startswith("int4") else "experts_bf16" if end else "experts_f32"
+        experts = {"router", kind} if moe else set()
         isa = os.environ.get("KDTREE_ISA", "") if self.device == "cpu" else ""
         return frozenset(always | experts | ({f"isa_{isa}"} if isa else set()))
 

@@ -11,10 +11,12 @@ from typing import Any
 
 import numpy as np
 
+from harness import golden_bf16_checks
 from harness.cells import Check, Findings, Verdict
 from harness.compare import bits, exactly
 from harness.golden import Golden
 from harness.golden_checks import against_golden, cache, draft, recorded, rounds, shared, taps
+from harness.matrix import PRECISIONS
 from harness.protocol import F32, Decoded, DecodeRequest, Engine, Session
 from harness.widths import check_widths
 from refs.drafters import DFLASH
@@ -43,10 +45,14 @@ def run_checks(
     found.times = {"prefill": decoded.prefill_seconds, "decode": decoded.decode_seconds}
     layers = _caches(session, golden)
 
-    against_golden(found, golden, decoded)
+    if golden.rounding:
+        golden_bf16_checks.tokens(found, golden, decoded)
+    else:
+        against_golden(found, golden, decoded)
     if ar is not None:
-        rounds(found, golden.rounds(drafter), decoded)
-        if drafter == DFLASH:
+        owed = golden_bf16_checks.own_rounds(golden, request, ar, decoded) if golden.rounding else golden.rounds(drafter)
+        rounds(found, owed, decoded)
+        if drafter == DFLASH and not golden.rounding:
             draft(found, golden, decoded)
         found.checks += _against_ar(decoded, ar, layers, ar_cache)
     if alone is not None:
@@ -56,13 +62,16 @@ def run_checks(
     if ar is not None:
         found.checks += _sampling(session, golden, drafter, seed)
         found.checks.append(check_widths(session, golden, seed))
-        if not all(check.ok for check in found.checks):
+        if not golden.rounding and not all(check.ok for check in found.checks):
             taps(found, session, golden)
     else:
         found.checks += _draws(session, golden, seed)
         found.checks += _stepping(session, golden, decoded)
-        found.checks += taps(found, session, golden, decoded)
-        found.checks += cache(golden, layers, decoded)
+        if golden.rounding:
+            found.checks += golden_bf16_checks.teacher_forced(found, golden, session, decoded)
+        else:
+            found.checks += taps(found, session, golden, decoded)
+            found.checks += cache(golden, layers, decoded)
     found.checks += _kernels(engine, golden, found.kernels, drafter)
     found.checks.append(exactly("kernels.reset", len(stale), Verdict.FAIL_KERNEL, f"counted after a reset: {stale}"))
     guard = session.broken_guard()
@@ -159,12 +168,13 @@ def _stepping(session: Session, golden: Golden, decoded: Decoded) -> list[Check]
 
 
 def _kernels(engine: Engine, golden: Golden, counters: dict[str, int], drafter: str) -> list[Check]:
-    """The kernels of this cell ran, and those that are the other precision's alone, or the own drafter's, did not."""
+    """The kernels of this cell ran, and those that are another precision's alone, or the own drafter's, did not."""
     needed = engine.kernels(golden.precision, golden.has_moe)
-    foreign = engine.kernels("int4" if golden.precision == "fp32" else "fp32", golden.has_moe) - needed
+    foreign = frozenset().union(*(engine.kernels(p, golden.has_moe) for p in PRECISIONS)) - needed
     drafting: frozenset[str] = getattr(engine, "drafter_kernels", frozenset)()
     if drafter == DFLASH:
         needed |= drafting
+        foreign -= engine.kernels("fp32", moe=False)  # the drafter itself is f32 whatever the model is
     else:
         foreign |= drafting
     idle = sorted(name for name in needed if counters.get(name, 0) < 1)

@@ -23,7 +23,7 @@ from harness.cells import FAILED, INFRASTRUCTURE, PASSED
 from harness.cli import Parser
 from harness.engines import create
 from harness.golden import Golden
-from harness.matrix import DEVICES, PRECISIONS, Point
+from harness.matrix import DEVICES, F32_PRECISIONS, PRECISIONS, Point
 from harness.prepare import Infrastructure, prepare
 from harness.protocol import Decoded, DecodeRequest, Draft, EngineError, OwnDrafter, RequestError, Session
 from refs import recipe
@@ -202,7 +202,7 @@ def _parser() -> Parser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--config", default="tiny")
-    parser.add_argument("--precision", choices=PRECISIONS, help="default: both")
+    parser.add_argument("--precision", choices=PRECISIONS, help="default: fp32 and int4")
     parser.add_argument("--tokens", type=_positive, default=24)
     parser.add_argument("--block", type=_positive, default=8, help="a tree is at most block - 1 deep")
     parser.add_argument(
@@ -235,7 +235,7 @@ def main(argv: Sequence[str]) -> int:
         rows = 1 + (costs.LIMIT if options.budget is None else max(options.budget, 0))
         results: list[list[Result]] = []
         prompt: tuple[int, ...] = ()
-        for precision in [options.precision] if options.precision else PRECISIONS:
+        for precision in [options.precision] if options.precision else F32_PRECISIONS:
             golden = Golden.open(path, precision)
             session = engine.load(path, precision, max_rows=rows)
             results.append(run(session, golden, drafters, options.tokens, options.block, options.budget, is_text))

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from harness.protocol import DecodeRequest, Draft, OwnDrafter, Round
+from refs.config import BF16_PRECISIONS
 from refs.drafters import DFLASH
 from refs.kdtr import Kdtr, read
 
@@ -25,6 +26,11 @@ F64 = npt.NDArray[np.float64]
 
 class GoldenError(Exception):
     """A bundle lacks what a check needs: ``FILE: FIELD: reason``."""
+
+
+def _key(precision: str) -> str:
+    """A precision in the names of tensors, which have no hyphen."""
+    return precision.replace("-", "_")
 
 
 @dataclass(frozen=True)
@@ -39,12 +45,23 @@ class Golden:
     def open(cls, path: Path, precision: str) -> Golden:
         """Raises KdtrError for a broken file, GoldenError for one that is no bundle."""
         file = read(path)
-        if "meta.json" not in file.tensors or f"golden.{precision}.tokens" not in file.tensors:
-            raise GoldenError(f"{path}: golden.{precision}.tokens: not a bundle; `kdtree bundles` makes them")
+        tokens = f"golden.{_key(precision)}.tokens"
+        if "meta.json" not in file.tensors or tokens not in file.tensors:
+            raise GoldenError(f"{path}: {tokens}: not a bundle with this precision; `kdtree bundles` makes them")
         return cls(file, precision, json.loads(file.tensor("meta.json").tobytes()))
 
     def _golden(self, name: str) -> npt.NDArray[Any]:
-        return self.file.tensor(f"golden.{self.precision}.{name}")
+        return self.file.tensor(f"golden.{_key(self.precision)}.{name}")
+
+    @property
+    def rounding(self) -> bool:
+        """Whether engines round activations to bf16, and goldens are to be met in their statistics."""
+        return self.precision in BF16_PRECISIONS
+
+    @cached_property
+    def decided(self) -> npt.NDArray[np.bool_]:
+        """[n+T], of a precision that rounds: the rows whose choices of experts no rounding can move."""
+        return self._golden("decided").astype(np.bool_)
 
     def field(self, name: str) -> int:
         """A model field that is an integer."""
@@ -71,7 +88,7 @@ class Golden:
     @cached_property
     def taps(self) -> dict[str, F64]:
         """[n+T, D] by tap name, in the order of computation."""
-        prefix = f"golden.{self.precision}.taps."
+        prefix = f"golden.{_key(self.precision)}.taps."
         names = [name.removeprefix(prefix) for name in self.file.tensors if name.startswith(prefix)]
         order = sorted(names, key=lambda name: [int(part) if part.isdigit() else -1 for part in re.split(r"\.", name)])
         return {name: self.file.tensor(prefix + name) for name in order}
@@ -95,7 +112,7 @@ class Golden:
         if drafter == DFLASH:
             values.update(draft=OwnDrafter(), block_size=int(run["block_size"]), budget=int(run["budget"]))
         elif drafter:
-            table = self.file.tensor(f"draft.{self.precision}.{drafter}")
+            table = self.file.tensor(f"draft.{_key(self.precision)}.{drafter}")
             values["draft"] = Draft(logits=np.asarray(table, np.float32), first=len(self.prompt) + 1)
             values.update(block_size=int(run["block_size"]), budget=int(run["budget"]))
         return DecodeRequest(**{**values, **changes})
@@ -118,6 +135,6 @@ class Golden:
         return self._golden(f"{DFLASH}.logits")
 
     def other_logits(self) -> F64 | None:
-        """Golden logits of the other precision, if the bundle has them."""
-        other = "int4" if self.precision == "fp32" else "fp32"
-        return self.file.tensors.get(f"golden.{other}.logits")
+        """Golden logits with the other kind of experts, if the bundle has them."""
+        other = {"fp32": "int4", "int4": "fp32", "bf16": "int4-bf16", "int4-bf16": "bf16"}[self.precision]
+        return self.file.tensors.get(f"golden.{_key(other)}.logits")

@@ -34,6 +34,7 @@ from harness.cells import (
 from harness.describe import rerun_line
 from harness.files import point, write_atomic
 from harness.ledger_format import LedgerError, cell_bytes, ledger_bytes, parse_cell, parse_ledger
+from harness.matrix import parse
 
 __all__ = [
     "CELLS_FOLDER",
@@ -84,7 +85,7 @@ def _largest_logit_differences(cells: Sequence[Cell]) -> list[str]:
     """Per precision, the greatest difference from the float64 golden and what was allowed there."""
     found: dict[str, tuple[Check, str]] = {}
     for cell in cells:
-        precision = cell.id.partition("-")[0]
+        precision = parse(cell.id).precision
         for check in cell.checks:
             if check.name == "logits.max_abs" and (precision not in found or check.value > found[precision][0].value):
                 found[precision] = (check, cell.id)

@@ -19,7 +19,9 @@ from harness.sources import ROOT
 from harness.yaml_nodes import SAFE
 
 CONFIGS = ROOT / "refs" / "configs"
-PRECISIONS = ("fp32", "int4")
+PRECISIONS = ("fp32", "int4", "bf16", "int4-bf16")
+F32_PRECISIONS = ("fp32", "int4")
+"""Of a config that names none; the others each config asks for itself."""
 SCALE = "scale"
 """The folder below the configs with those of real sizes, which run only when asked for."""
 DECODERS = ("ar", "ddtree")
@@ -69,11 +71,13 @@ def parse(id: str) -> Point:
     ranks = 1
     if len(parts) > 1 and re.fullmatch(r"x[1-9][0-9]*", parts[-1]):
         ranks = int(parts.pop()[1:])
+    at = next((i for i, part in enumerate(parts) if i > 0 and part in DECODERS), 1)
+    parts[:at] = ["-".join(parts[:at])]  # a precision's name may hold a hyphen
     if len(parts) == 4 and parts[1] == "ar":
         parts.insert(3, "")
     if (
         len(parts) != 5
-        or not all(_NAME.fullmatch(part) for part in parts if part)
+        or not all(_NAME.fullmatch(part) for part in (*parts[0].split("-"), *parts[1:]) if part)
         or (parts[1] == "ar") != (not parts[3])
     ):
         raise MatrixError(f"{id!r} is no cell id: <precision>-<decoder>-<config>[-<drafter>]-<device>[-x<ranks>]")
@@ -140,8 +144,13 @@ def rankable(ranks: int, folder: Path = CONFIGS, *, scale: bool = False) -> tupl
 
 def precisions_of(path: Path) -> tuple[str, ...]:
     """The ``precisions`` of a config file, as `drafters` for its drafters."""
+    own = _config(path).get("precisions")
     names = _own_or_base(path, lambda content: content.get("precisions"))
-    return PRECISIONS if names is None else _names(path, "precisions", names)
+    if not isinstance(names, list):
+        return F32_PRECISIONS if names is None else _names(path, "precisions", names)
+    if not names or not set(map(str, names)) <= set(PRECISIONS) or len(set(map(str, names))) != len(names):
+        raise MatrixError(f"{path}: precisions: is {names!r}, not a list of some of {', '.join(PRECISIONS)}")
+    return tuple(name for name in names if own is not None or name in F32_PRECISIONS)
 
 
 def config_precisions(folder: Path = CONFIGS, *, scale: bool = False) -> dict[str, tuple[str, ...]]:
@@ -184,7 +193,8 @@ def expected(
     """Every point of the axes; those that share a bundle and a precision stand together.
 
     ``config_drafters`` and ``offered`` are drafters and precisions by config, and go together: by default those of
-    ``refs/configs``, with ``scale`` those of real sizes too. A config that ``offered`` does not name has all.
+    ``refs/configs``, with ``scale`` those of real sizes too. A config that ``offered`` does not name has
+    fp32 and int4.
     ``ranked``: the configs that several ranks run, by their number; without it they run all.
     """
     if not devices:
@@ -199,7 +209,7 @@ def expected(
         for count in ranks
         if count == 1 or ranked is None or config in ranked.get(count, ())
         for precision in precisions
-        if precision in offered.get(config, precisions)
+        if precision in offered.get(config, F32_PRECISIONS)
         for decoder in DECODERS
         for drafter in (table[config] if decoder == "ddtree" else ("",))
     ]

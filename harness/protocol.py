@@ -230,7 +230,7 @@ class Engine(Protocol):
         poison: bool = False,
         graphs: bool = True,
     ) -> Session:
-        """Open a KDTR file in precision ``fp32`` or ``int4``; ``context`` defaults to the model's ``max_context``."""
+        """Open a KDTR file in a precision of the matrix; ``context`` defaults to the model's ``max_context``."""
 
     def kernels(self, precision: str, moe: bool) -> frozenset[str]:
         """Counter names that must be above zero after a decode in this precision (empty: it counts none)."""

@@ -22,7 +22,7 @@ import numpy.typing as npt
 from harness.cells import INFRASTRUCTURE, PASSED
 from harness.cli import Parser
 from harness.engines import create
-from harness.matrix import DEVICES, PRECISIONS, Point
+from harness.matrix import DEVICES, F32_PRECISIONS, Point
 from harness.prepare import Infrastructure, prepare
 from harness.protocol import EngineError, Session
 from refs import checkpoint, recipe
@@ -158,7 +158,7 @@ def main(argv: Sequence[str]) -> int:
             return fail(f"config {options.config} has drawn weights, which speak no language; text has trained ones")
         path = prepare(options.engine, [Point("fp32", "ar", options.config, "", options.device)], say)[options.config]
         engine = create(options.engine, options.device)
-        sessions = {precision: engine.load(path, precision) for precision in PRECISIONS}
+        sessions = {precision: engine.load(path, precision) for precision in F32_PRECISIONS}
         say(f"scoring held-out text of config {options.config} with engine {options.engine} on {options.device}")
         documents = checkpoint.heldout(wanted.weights.checkpoint)
         quality = measure(sessions, documents, wanted.model.eos_id, options.bytes)

@@ -25,6 +25,7 @@ from harness.protocol import (
     Round,
 )
 from refs import decode as refs_decode
+from refs.config import BF16_PRECISIONS
 from refs.elementary import F
 from refs.errors import RefError
 from refs.kdtr import KdtrError
@@ -171,7 +172,8 @@ class ReferenceEngine:
         graphs: bool = True,
     ) -> ReferenceSession:
         with named_errors():
-            return self._session(Model.open(path, precision, context=context), max_rows)
+            rounding = precision in BF16_PRECISIONS
+            return self._session(Model.open(path, precision, context=context, rounding=rounding), max_rows)
 
     def _session(self, model: Model, max_rows: int) -> ReferenceSession:
         return ReferenceSession(model, max_rows)

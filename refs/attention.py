@@ -6,6 +6,8 @@ not there has weight 0, and adding an exact 0 changes no bit, so rows of differe
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import numpy.typing as npt
 
@@ -16,11 +18,22 @@ CHUNK = 64
 Index = npt.NDArray[np.int64]
 
 
-def attend(q: F, q_rope: F, k: F, v: F, k_rope: F, keys: Index, scale: float, summation: Summation) -> F:
+def attend(
+    q: F,
+    q_rope: F,
+    k: F,
+    v: F,
+    k_rope: F,
+    keys: Index,
+    scale: float,
+    summation: Summation,
+    held: Callable[[F], F] = lambda x: x,
+) -> F:
     """softmax(scale * (q.k + q_rope.k_rope)) v for M rows and H heads -> [M, H, width of v].
 
     q [M, H, W] and q_rope [M, H, P]; k and v are [slots, width] (absorbed: shared by the heads) or [slots, H, width];
-    k_rope [slots, P]; keys [M, whole chunks]: the slots each row sees in order, -1 where there is none.
+    k_rope [slots, P]; keys [M, whole chunks]: the slots each row sees in order, -1 where there is none. ``held`` is
+    what a product reads of the weights exp(score - greatest); their sum is of the unrounded.
     """
     m, heads, width = q.shape
     out = np.empty((m, heads, v.shape[-1]), q.dtype)
@@ -39,7 +52,7 @@ def attend(q: F, q_rope: F, k: F, v: F, k_rope: F, keys: Index, scale: float, su
         acc = np.zeros((*p.shape[1:], v.shape[-1]), q.dtype)
         for i, slots in enumerate(chunks):
             part = p[i * CHUNK : (i + 1) * CHUNK]
-            acc = acc + summation(part[..., None] * _per_head(v[slots]))
+            acc = acc + summation(held(part)[..., None] * _per_head(v[slots]))
             total = total + summation(part.copy())
         out[rows] = acc / total[..., None]
     return out

@@ -11,7 +11,10 @@ from typing import Any
 from refs.errors import ConfigError
 from refs.quant import GROUP, groups
 
-PRECISIONS = ("fp32", "int4")
+F32_PRECISIONS = ("fp32", "int4")
+BF16_PRECISIONS = ("bf16", "int4-bf16")
+"""Of which activations are rounded as docs/model.md, bf16, says."""
+PRECISIONS = F32_PRECISIONS + BF16_PRECISIONS
 
 
 @dataclass(frozen=True)
@@ -132,10 +135,12 @@ class ModelConfig:
         """Every tensor that ``precision`` needs with its shape and KDTR type."""
         out: dict[str, tuple[tuple[int, ...], str]] = {}
         for name, shape in self.shapes().items():
-            if precision == "int4" and ".experts." in name:
+            if precision.startswith("int4") and ".experts." in name:
                 g = groups(shape[-1])
                 out[name.removesuffix("w") + "qw"] = ((*shape[:-1], g * GROUP // 2), "u8")
                 out[name.removesuffix("w") + "sc"] = ((*shape[:-1], g), "bf16")
+            elif precision in BF16_PRECISIONS and len(shape) > 1:
+                out[name.removesuffix("w") + "bw"] = (shape, "bf16")
             else:
                 out[name] = (shape, "f32")
         return out

@@ -145,3 +145,32 @@ def decode(model: Model, request: Request) -> Decoded:
     tokens = tuple(token for r in rest for token in r.tokens)
     stopped = "eos" if tokens and tokens[-1] == model.config.eos_id else "limit"
     return Decoded(tokens, stopped, np.concatenate([first.logits, *(r.logits for r in rest)]), tuple(rest))
+
+
+def choices(tree: Tree, unstopped: Sequence[int], committed: int) -> list[int]:
+    """Per row what AR chose at its depth. Off the path a row's choice is never asked for, so this may stand in."""
+    following = [*unstopped[committed + 1 :], -1]
+    return [following[min(d, len(following) - 1)] for d in tree.depths]
+
+
+def replay(
+    request: Request,
+    tokens: Sequence[int],
+    unstopped: Sequence[int],
+    eos: int,
+    own: Sequence[F] | None = None,
+) -> tuple[tuple[Tree, tuple[int, ...]], ...]:
+    """The rounds of a DDTree decode from AR's ``tokens`` alone: a row on the accepted path chooses what AR chose there.
+
+    ``unstopped`` are ``tokens`` and, where EOS ended them, what AR would have gone on with (or nothing). ``own``: what
+    a drafter of the model's gave in each round, in place of the request's table.
+    """
+    out: list[tuple[Tree, tuple[int, ...]]] = []
+    committed = 0
+    while committed < len(tokens) and (own is None or len(out) < len(own)):
+        draft = recorded(request, committed) if own is None else drafted(request, own[len(out)], committed)
+        tree = plan(request, draft, tokens[committed], eos)
+        path = accept(tree, choices(tree, unstopped, committed), eos)
+        out.append((tree, path))
+        committed += len(path)
+    return tuple(out)

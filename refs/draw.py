@@ -9,9 +9,10 @@ import numpy as np
 import numpy.typing as npt
 
 from refs import checkpoint, counter
+from refs.config import BF16_PRECISIONS
 from refs.drafter_config import TAPS, DrafterConfig
 from refs.errors import ConfigError
-from refs.exact import Draws
+from refs.exact import Draws, rounded_to_bf16
 from refs.quant import GROUP, pack, quantise
 from refs.recipe import Recipe, WeightOptions
 
@@ -31,7 +32,7 @@ def prompt(recipe: Recipe, attempt: int) -> tuple[int, ...]:
 
 
 def weights(recipe: Recipe, attempt: int) -> dict[str, npt.NDArray[np.generic]]:
-    """Every tensor that the file holds; drawn or trained experts in both precisions, counted ones in INT4 alone."""
+    """Every tensor that the file holds; drawn or trained experts in every precision, counted ones in INT4 alone."""
     if recipe.weights.counter:
         return counter.weights(recipe)
     out: dict[str, npt.NDArray[np.generic]] = {}
@@ -45,6 +46,8 @@ def weights(recipe: Recipe, attempt: int) -> dict[str, npt.NDArray[np.generic]]:
         if ".experts." in name:
             q, scales = quantise(value)
             out[name.removesuffix("w") + "qw"], out[name.removesuffix("w") + "sc"] = pack(q), scales
+        if len(shape) > 1 and set(recipe.precisions) & set(BF16_PRECISIONS):
+            out[name.removesuffix("w") + "bw"] = rounded_to_bf16(value)
     if recipe.drafter:
         out |= _drafter(recipe, recipe.drafter, attempt)
     return out

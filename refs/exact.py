@@ -126,6 +126,16 @@ def bf16_value(bits: npt.NDArray[np.uint16]) -> npt.NDArray[np.float32]:
     return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
 
 
+def bf16_nearest(x: F) -> F:
+    """The nearest bf16 of each element, in the type of ``x``: that of its nearest float32, ties to even; NaN stays
+    NaN."""
+    narrow = np.ascontiguousarray(x, np.float32)
+    with np.errstate(over="ignore"):
+        near = bf16_value(rounded_to_bf16(narrow))
+    out: F = np.where(np.isnan(narrow), narrow, near).astype(x.dtype)
+    return out
+
+
 class Draws:
     """A random stream of its own for each tuple of labels, whatever else is drawn and in which order."""
 

@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from refs import counter, draw, kdtr, recipe
+from refs import counter, draw, golden_bf16, kdtr, recipe
+from refs.config import BF16_PRECISIONS
 from refs.drafters import DFLASH
 from refs.edges import EDGES
 from refs.errors import RefError
@@ -73,11 +74,19 @@ def _attempt(wanted: Recipe, attempt: int, made: Mapping[str, Array] | None) -> 
     eos = _eos(wanted, unstopped)
     goldens = {}
     for precision in wanted.precisions:
-        models = {"exact": exact[precision]} | {
-            order: Model(fields, tensors, precision, np.float32, summation=order, file=wanted.name)
+        rounding = precision in BF16_PRECISIONS
+        narrow = {
+            order: Model(
+                fields, tensors, precision, np.float32, summation=order, rounding=rounding, file=wanted.name
+            )
             for order in SUMMATIONS
         }
-        goldens[precision] = compute(wanted, models, precision, attempt, prompt, *rows[precision], eos)
+        if rounding:
+            of = (attempt, prompt, *rows[precision], eos)
+            goldens[precision] = golden_bf16.compute(wanted, exact[precision], narrow, *of)
+        else:
+            models = {"exact": exact[precision]} | narrow
+            goldens[precision] = compute(wanted, models, precision, attempt, prompt, *rows[precision], eos)
         tokens = goldens[precision].tokens
         if len(set(tokens)) * DISTINCT_SHARE < len(tokens):
             raise Rejected(f"{precision}: output goes round in circles")
@@ -85,7 +94,7 @@ def _attempt(wanted: Recipe, attempt: int, made: Mapping[str, Array] | None) -> 
     result = Result(wanted, attempt, eos, tensors, goldens)
     for edge in wanted.edges:
         for precision in wanted.precisions:
-            if not EDGES[edge](result, precision):
+            if precision not in BF16_PRECISIONS and not EDGES[edge](result, precision):
                 raise Rejected(f"{precision}: edge {edge} is not shown")
     return result
 
@@ -123,6 +132,7 @@ def meta(result: Result) -> dict[str, Any]:
     """What ``meta.json`` holds."""
     run = dataclasses.asdict(result.recipe.run)
     kept = ("max_tokens", "block_size", "budget", "drafters", "temperature", "seed")
+    multiples = {p: golden_bf16.MULTIPLE if p in BF16_PRECISIONS else MULTIPLE for p in result.goldens}
     return {
         "attempt": result.attempt,
         "config": result.recipe.name,
@@ -133,7 +143,7 @@ def meta(result: Result) -> dict[str, Any]:
         "noise": {p: dict(g.noise) for p, g in result.goldens.items()},
         "purpose": result.recipe.purpose,
         "run": {key: run[key] for key in kept} | ({"widths": run["widths"]} if run["widths"] else {}),
-        "tolerance": {p: {k: MULTIPLE * v for k, v in g.noise.items()} for p, g in result.goldens.items()},
+        "tolerance": {p: {k: multiples[p] * v for k, v in g.noise.items()} for p, g in result.goldens.items()},
     }
 
 
@@ -145,16 +155,19 @@ def layout(result: Result) -> tuple[dict[str, int | float], dict[str, Array]]:
     tensors["meta.json"] = np.frombuffer(text.encode(), np.uint8)
     run = result.recipe.run
     for precision, golden in result.goldens.items():
-        at = f"golden.{precision}."
+        key = precision.replace("-", "_")  # a tensor's name has no hyphen
+        at = f"golden.{key}."
         tensors["golden.prompt"] = np.array(golden.prompt, np.int32)
         tensors[at + "tokens"] = np.array(golden.tokens, np.int32)
         tensors[at + "logits"] = golden.logits
         for name in golden.noise:
-            if name not in ("logits", "draft"):
+            if name in golden.taps and name != "logits":
                 kind = "cache." if ".mla." in name else "taps."
                 tensors[at + kind + name.replace(".mla.", ".")] = golden.taps[name]
+        if golden.decided is not None:
+            tensors[at + "decided"] = golden.decided.astype(np.uint8)
         for drafter, rounds in golden.rounds.items():
-            drafted = f"{at}{DFLASH}.logits" if drafter == DFLASH else f"draft.{precision}.{drafter}"
+            drafted = f"{at}{DFLASH}.logits" if drafter == DFLASH else f"draft.{key}.{drafter}"
             tensors[drafted] = golden.drafts[drafter]
             trees = [tree for tree, _ in rounds]
             tensors[f"{at}{drafter}.size"] = np.array([tree.size for tree in trees], np.int32)

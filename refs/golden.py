@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from refs.ddtree import Tree, accept, build
-from refs.decode import Request, drafted, plan, recorded
+from refs.decode import Request, choices, drafted, plan, replay
 from refs.dflash import Drafter
 from refs.drafters import DFLASH, DRAFTERS
 from refs.elementary import F
@@ -51,6 +51,8 @@ class Golden:
     margins: Mapping[str, float]
     ties: Mapping[str, int]
     """How often two scores between which a choice had to be made were exactly equal."""
+    decided: npt.NDArray[np.bool_] | None = None
+    """bf16: [n+T], the rows whose choices of experts are clear (`refs.golden_bf16`)."""
 
 
 def emitted(model: Model, recipe: Recipe, prompt: Sequence[int]) -> tuple[tuple[int, ...], dict[str, F]]:
@@ -97,8 +99,8 @@ def compute(
     for name, count in ties.items():
         if count and not recipe.exact_ties:
             raise Rejected(f"{precision}: {count} exact ties of {name}")
-    drafts: dict[str, npt.NDArray[Any]] = dict(_draft_tables(recipe, unstopped, precision, attempt))
-    rounds = {name: _replay(recipe, table, prompt, tokens, unstopped, eos) for name, table in drafts.items()}
+    drafts: dict[str, npt.NDArray[Any]] = dict(draft_tables(recipe, unstopped, precision, attempt))
+    rounds = {name: replayed(recipe, table, prompt, tokens, unstopped, eos) for name, table in drafts.items()}
     if DFLASH in run.drafters:
         rounds[DFLASH], drafts[DFLASH] = _dflash(recipe, models["exact"], taps, prompt, tokens, unstopped, eos)
         noise["draft"] = _draft_noise(models, rough, prompt, tokens, rounds[DFLASH], drafts[DFLASH])
@@ -151,7 +153,7 @@ def _margins(
     return margins, {name: sum(g == 0 for g in found) for name, found in gaps.items()}
 
 
-def _draft_tables(
+def draft_tables(
     recipe: Recipe, unstopped: tuple[int, ...], precision: str, attempt: int
 ) -> dict[str, npt.NDArray[np.float32]]:
     """[rows, V] per drafter, row r for position n+1+r, made around the tokens that follow the first, then any."""
@@ -169,7 +171,7 @@ def _draft_tables(
     }
 
 
-def _replay(
+def replayed(
     recipe: Recipe,
     table: npt.NDArray[np.float32],
     prompt: tuple[int, ...],
@@ -177,26 +179,13 @@ def _replay(
     unstopped: tuple[int, ...],
     eos: int,
 ) -> tuple[tuple[Tree, tuple[int, ...]], ...]:
-    """The rounds of a DDTree decode, from AR's tokens alone: a row on the accepted path chooses what AR chose there.
+    """The rounds of the recipe's DDTree decode, from AR's tokens.
 
     That the model says the same of the trees is tested (tests/refs/test_decode.py), not recomputed for every bundle.
     """
     run = recipe.run
     request = Request(prompt, run.max_tokens, table, len(prompt) + 1, block_size=run.block_size, budget=run.budget)
-    out: list[tuple[Tree, tuple[int, ...]]] = []
-    committed = 0
-    while committed < len(tokens):
-        tree = plan(request, recorded(request, committed), tokens[committed], eos)
-        path = accept(tree, _choices(tree, unstopped, committed), eos)
-        out.append((tree, path))
-        committed += len(path)
-    return tuple(out)
-
-
-def _choices(tree: Tree, unstopped: tuple[int, ...], committed: int) -> list[int]:
-    """Per row what AR chose at its depth. Off the path a row's choice is never asked for, so this may stand in."""
-    following = [*unstopped[committed + 1 :], -1]
-    return [following[min(d, len(following) - 1)] for d in tree.depths]
+    return replay(request, tokens, unstopped, eos)
 
 
 def _features(drafter: Drafter, taps: Mapping[str, F]) -> F:
@@ -219,7 +208,7 @@ def _dflash(
     unstopped: tuple[int, ...],
     eos: int,
 ) -> tuple[tuple[tuple[Tree, tuple[int, ...]], ...], F]:
-    """As `_replay` with the model's own drafter, whose context comes from AR's taps; and each round's logits."""
+    """As `replayed` with the model's own drafter, whose context comes from AR's taps; and each round's logits."""
     run, drafter = recipe.run, _drafter(model)
     features = _features(drafter, taps)
     request = Request(prompt, run.max_tokens, dflash=True, block_size=run.block_size, budget=run.budget)
@@ -231,7 +220,7 @@ def _dflash(
         drafter.extend(features[drafter.length : len(prompt) + committed])
         every.append(drafter.draft(tokens[committed])[:depths])
         tree = plan(request, drafted(request, every[-1], committed), tokens[committed], eos)
-        path = accept(tree, _choices(tree, unstopped, committed), eos)
+        path = accept(tree, choices(tree, unstopped, committed), eos)
         out.append((tree, path))
         committed += len(path)
     return tuple(out), np.stack(every)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,12 +18,12 @@ import numpy.typing as npt
 
 from refs import kdtr
 from refs.attention import CHUNK, Index, attend
-from refs.config import PRECISIONS, ModelConfig
+from refs.config import BF16_PRECISIONS, PRECISIONS, ModelConfig
 from refs.dflash import Drafter
 from refs.drafter_config import of_file, split
 from refs.elementary import F
 from refs.errors import ContextOverflow, DrafterError, NonFiniteError, RequestError, TokenError
-from refs.exact import SUMMATIONS, contract, silu, sum_last
+from refs.exact import SUMMATIONS, bf16_nearest, contract, silu, sum_last
 from refs.rope import cos_sin, rotate, softmax_scale
 from refs.router import route
 from refs.streamed import StreamedWeights
@@ -36,7 +36,8 @@ class Model:
     """A model with its cache, and its drafter if the file holds one. ``length`` rows are committed, at 0 .. length-1.
 
     ``dtype`` is the type of all arithmetic and of all results; ``summation`` names an order of `refs.exact`;
-    ``absorbed`` chooses between the two forms of MLA, which agree but for rounding.
+    ``absorbed`` chooses between the two forms of MLA, which agree but for rounding. ``rounding`` applies the
+    roundings of docs/model.md, bf16, which belong to the absorbed form; without it the same weights are used exactly.
     """
 
     def __init__(
@@ -48,11 +49,15 @@ class Model:
         *,
         summation: str = "tree",
         absorbed: bool = True,
+        rounding: bool = False,
         context: int | None = None,
         file: str = "<memory>",
     ) -> None:
         if precision not in PRECISIONS:
             raise RequestError(f"precision {precision!r} is none of {', '.join(PRECISIONS)}")
+        if rounding and (precision not in BF16_PRECISIONS or not absorbed):
+            raise RequestError(f"rounding is for {' and '.join(BF16_PRECISIONS)}, in the absorbed form")
+        self._held: Callable[[F], F] = bf16_nearest if rounding else lambda x: x
         own, draft = split(fields)
         self.config = ModelConfig.of(own, file)
         self.context = self.config.max_context if context is None else context
@@ -69,6 +74,7 @@ class Model:
         self._latent = [np.zeros((0, self.config.kv_lora_rank), self.dtype) for _ in range(self.config.num_layers)]
         self._k_rope = [np.zeros((0, self.config.qk_rope_head_dim), self.dtype) for _ in range(self.config.num_layers)]
         self._tap: dict[str, F] | None = None
+        self._given: Mapping[str, F] = {}
         self.drafter: Drafter | None = None
         if draft:
             config = of_file(draft, tensors, self.config, file)
@@ -158,19 +164,27 @@ class Model:
             raise RequestError(f"layer {layer} is not in 0..{self.config.num_layers - 1}")
         return self._latent[layer][: self.length].copy(), self._k_rope[layer][: self.length].copy()
 
-    def taps(self, tokens: Sequence[int], *, operations: bool = False, reset: bool = True) -> dict[str, F]:
+    def taps(
+        self,
+        tokens: Sequence[int],
+        *,
+        operations: bool = False,
+        reset: bool = True,
+        given: Mapping[str, F] | None = None,
+    ) -> dict[str, F]:
         """Reset, prefill ``tokens``; ``embed``, ``layers.I.out``, ``logits`` and, asked for, every operation's rows.
 
-        Without ``reset`` the tokens follow those that are there.
+        Without ``reset`` the tokens follow those that are there. With ``given``, another engine's taps, each operation
+        goes on from what that engine gave: the result is what every operation should have made of its own inputs there.
         """
         if reset:
             self.reset()
-        self._tap = {}
+        self._tap, self._given = {}, given or {}
         try:
             logits = self.prefill(tokens)
             found = self._tap
         finally:
-            self._tap = None
+            self._tap, self._given = None, {}
         inside = (".mla.", ".mlp.", ".moe.")
         kept = {k: v for k, v in found.items() if operations or not any(part in k for part in inside)}
         return kept | {"logits": logits}
@@ -213,6 +227,16 @@ class Model:
         if self._tap is not None:
             self._tap[name] = value.reshape(value.shape[0], -1).copy()
 
+    def _take(self, name: str, value: F) -> F:
+        """What the next operation reads: ``value``, or what was given for it."""
+        if name in self._given:
+            return self._given[name].reshape(value.shape).astype(value.dtype)
+        return value
+
+    def _pass(self, name: str, value: F) -> F:
+        self._note(name, value)
+        return self._take(name, value)
+
     def _rms(self, x: F, name: str, eps: float) -> F:
         t = self.dtype.type
         mean = sum_last(x * x, self._sum) / t(x.shape[-1])
@@ -229,80 +253,79 @@ class Model:
         if int(positions.max()) >= self._rope.shape[0]:
             count = min(self.context, 2 * (int(positions.max()) + 1))
             self._rope = cos_sin(c, count).astype(self.dtype)
-        x: F = self._w.embed(tokens)
-        self._note("embed", x)
+        x: F = self._pass("embed", self._w.embed(tokens))
         self._tapped = []
         for layer in range(c.num_layers):
             at = f"layers.{layer}."
-            a = self._rms(x, at + "attn_norm", c.rms_norm_eps)
-            x = x + self._attention(a, layer, positions, keys)
-            self._note(at + "mla.out", x)
-            b = self._rms(x, at + "mlp_norm", c.rms_norm_eps)
+            a = self._held(self._rms(x, at + "attn_norm", c.rms_norm_eps))
+            x = self._pass(at + "mla.out", x + self._attention(a, layer, positions, keys))
+            b = self._held(self._rms(x, at + "mlp_norm", c.rms_norm_eps))
             if c.is_dense(layer):
-                act = silu(self._linear(b, at + "mlp.gate")) * self._linear(b, at + "mlp.up")
-                self._note(at + "mlp.act", act)
+                act = self._held(silu(self._linear(b, at + "mlp.gate")) * self._linear(b, at + "mlp.up"))
+                act = self._pass(at + "mlp.act", act)
                 x = x + self._linear(act, at + "mlp.down")
             else:
                 x = x + self._experts(b, layer)
-            self._note(at + "out", x)
+            x = self._pass(at + "out", x)
             if self.drafter and layer in self.drafter.config.taps:
                 self._tapped.append(x)
-        logits = self._linear(self._rms(x, "final_norm", c.rms_norm_eps), "lm_head")
+        logits = self._linear(self._held(self._rms(x, "final_norm", c.rms_norm_eps)), "lm_head")
         if not np.isfinite(logits).all():
             raise NonFiniteError("a logit is NaN or infinite")
         return logits
 
     def _attention(self, a: F, layer: int, positions: Index, keys: Index) -> F:
         c, m, at = self.config, a.shape[0], f"layers.{layer}."
-        q_a = self._linear(a, at + "attn.q_a")
-        self._note(at + "mla.q_a", q_a)
-        kv = self._linear(a, at + "attn.kv_a")
-        self._note(at + "mla.kv", kv)
-        q = self._linear(self._rms(q_a, at + "attn.q_a_norm", c.inner_norm_eps), at + "attn.q_b")
-        self._note(at + "mla.q", q)
+        q_a = self._pass(at + "mla.q_a", self._linear(a, at + "attn.q_a"))
+        kv = self._pass(at + "mla.kv", self._linear(a, at + "attn.kv_a"))
+        q_a = self._held(self._rms(q_a, at + "attn.q_a_norm", c.inner_norm_eps))
+        q = self._pass(at + "mla.q", self._linear(q_a, at + "attn.q_b"))
         q = q.reshape(m, c.num_heads, -1)
-        q_nope, q_rope = q[..., : c.qk_nope_head_dim], q[..., c.qk_nope_head_dim :]
+        q_nope, q_rope = self._held(q[..., : c.qk_nope_head_dim]), q[..., c.qk_nope_head_dim :]
         table = self._rope[positions]
-        q_rope, k_rope = rotate(q_rope, table), rotate(kv[:, c.kv_lora_rank :], table)
-        latent = self._rms(kv[:, : c.kv_lora_rank], at + "attn.kv_a_norm", c.inner_norm_eps)
+        q_rope, k_rope = self._held(rotate(q_rope, table)), self._held(rotate(kv[:, c.kv_lora_rank :], table))
+        latent = self._held(self._rms(kv[:, : c.kv_lora_rank], at + "attn.kv_a_norm", c.inner_norm_eps))
         rows = slice(self.length, self.length + m)
-        self._latent[layer][rows], self._k_rope[layer][rows] = latent, k_rope
+        self._latent[layer][rows] = self._take(at + "mla.latent", latent)
+        self._k_rope[layer][rows] = self._take(at + "mla.k_rope", k_rope)
+        read = self._take(at + "mla.q_rope", q_rope)
         if self.absorbed:
             q_lat = contract(np.moveaxis(q_nope, 2, 0)[..., None], self._w[at + "attn.w_uk"][:, None], self._sum)
-            self._note(at + "mla.q_lat", q_lat)
-            o_lat = self._attend(q_lat, q_rope, self._latent[layer], self._latent[layer], layer, keys)
-            self._note(at + "mla.o_lat", o_lat)
+            q_lat = self._pass(at + "mla.q_lat", self._held(q_lat))
+            o_lat = self._attend(q_lat, read, self._latent[layer], self._latent[layer], layer, keys)
+            o_lat = self._pass(at + "mla.o_lat", self._held(o_lat))
             o = contract(np.moveaxis(o_lat, 2, 0)[..., None], self._w[at + "attn.w_uv"][:, None], self._sum)
         else:
             known = np.moveaxis(self._latent[layer][: rows.stop], 1, 0)[:, :, None, None]
             w_uk = np.moveaxis(self._w[at + "attn.w_uk"], 2, 0).swapaxes(1, 2)  # [R, H, N]
             k_nope = contract(known, w_uk[:, None], self._sum)
             v = contract(known, self._w[at + "attn.w_uv"][:, None], self._sum)
-            o = self._attend(q_nope, q_rope, k_nope, v, layer, keys)
-        for name, value in (("q_rope", q_rope), ("latent", latent), ("k_rope", k_rope), ("o", o)):
+            o = self._attend(q_nope, read, k_nope, v, layer, keys)
+        for name, value in (("q_rope", q_rope), ("latent", latent), ("k_rope", k_rope)):
             self._note(at + "mla." + name, value)
+        o = self._pass(at + "mla.o", self._held(o))
         return self._linear(o.reshape(m, -1), at + "attn.o")
 
     def _attend(self, q: F, q_rope: F, k: F, v: F, layer: int, keys: Index) -> F:
-        return attend(q, q_rope, k, v, self._k_rope[layer], keys, self._scale, self._sum)
+        return attend(q, q_rope, k, v, self._k_rope[layer], keys, self._scale, self._sum, self._held)
 
     def _experts(self, b: F, layer: int) -> F:
         c, at, m = self.config, f"layers.{layer}.", b.shape[0]
         k = c.num_experts_per_tok
-        logits = self._linear(b, at + "router")
+        logits = self._pass(at + "moe.router_logits", self._linear(b, at + "router"))
         ids, weights = route(c, logits, self._w[at + "router.bias"], layer, self._sum)
-        for name, value in (("router_logits", logits), ("ids", ids.astype(self.dtype)), ("weights", weights)):
-            self._note(at + "moe." + name, value)
+        ids = self._pass(at + "moe.ids", ids.astype(self.dtype)).astype(np.int64)
+        weights = self._pass(at + "moe.weights", weights)
         chosen, rows = ids.reshape(-1), np.repeat(b, k, axis=0)
         gate = self._w.chosen(rows, at + "experts.gate", chosen, self._sum)
-        act = silu(gate) * self._w.chosen(rows, at + "experts.up", chosen, self._sum)
-        self._note(at + "moe.act", act.reshape(m, -1))
+        act = self._held(silu(gate) * self._w.chosen(rows, at + "experts.up", chosen, self._sum))
+        act = self._pass(at + "moe.act", act.reshape(m, -1)).reshape(m * k, -1)
         down = self._w.chosen(act, at + "experts.down", chosen, self._sum).reshape(m, k, -1)
         out = np.zeros_like(b)
         for j in range(k):
             out = out + weights[:, j, None] * down[:, j]
         if c.n_shared_experts:
-            act = silu(self._linear(b, at + "shared.gate")) * self._linear(b, at + "shared.up")
-            self._note(at + "moe.shared_act", act)
+            act = self._held(silu(self._linear(b, at + "shared.gate")) * self._linear(b, at + "shared.up"))
+            act = self._pass(at + "moe.shared_act", act)
             out = out + self._linear(act, at + "shared.down")
         return out

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import yaml
 
 from refs import checkpoint
-from refs.config import PRECISIONS, ModelConfig
+from refs.config import F32_PRECISIONS, PRECISIONS, ModelConfig
 from refs.drafter_config import DrafterConfig
 from refs.drafters import DFLASH, DRAFTERS
 from refs.edges import EDGES
@@ -117,7 +117,8 @@ def load(name: str, folder: Path = CONFIGS) -> Recipe:
         below = _read(base)
         if "base" in below:
             raise ConfigError(f"{path}: base: {base.name} has a base itself")
-        raw.setdefault("precisions", below.get("precisions", list(PRECISIONS)))
+        if "precisions" in below:  # each config asks for bf16 itself
+            raw.setdefault("precisions", [p for p in below["precisions"] if p in F32_PRECISIONS])
         for section in ("model", "drafter", "weights", "run"):
             if section == "drafter" and section not in {*raw, *below}:
                 continue
@@ -141,7 +142,7 @@ def load(name: str, folder: Path = CONFIGS) -> Recipe:
     run = _parse(RunOptions, _section(raw, "run", path), f"{path}: run")
     weights = _parse(WeightOptions, _section(raw, "weights", path), f"{path}: weights")
     edges = _texts(raw.get("edges", []), EDGES, f"{path}: edges")
-    precisions = _texts(raw.get("precisions", list(PRECISIONS)), PRECISIONS, f"{path}: precisions")
+    precisions = _texts(raw.get("precisions", list(F32_PRECISIONS)), PRECISIONS, f"{path}: precisions")
     if not precisions:
         raise ConfigError(f"{path}: precisions: names none")
     _check_run(run, model, f"{path}: run")
@@ -153,8 +154,8 @@ def load(name: str, folder: Path = CONFIGS) -> Recipe:
         raise ConfigError(f"{path}: weights: checkpoint: {weights.checkpoint!r}: refs/ has no such folder of weights")
     if weights.stated and not weights.counter:
         raise ConfigError(f"{path}: weights: stated: only counted weights can be stated; set counter too")
-    if weights.counter and "fp32" in precisions:
-        raise ConfigError(f"{path}: precisions: counted experts are INT4 alone; leave fp32 out")
+    if weights.counter and set(precisions) != {"int4"}:
+        raise ConfigError(f"{path}: precisions: counted experts are INT4 alone; leave fp32 out, and the bf16 ones")
     _check_ramp(model, f"{path}: model")
     return Recipe(name, " ".join(raw["purpose"].split()), model, drafter, weights, run, precisions, exact_ties, edges)
 

@@ -14,10 +14,10 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from refs.config import ModelConfig
+from refs.config import BF16_PRECISIONS, ModelConfig
 from refs.elementary import F
-from refs.exact import Summation, matmul, tree_sum
-from refs.weights import Index, check, expert
+from refs.exact import Summation, bf16_value, matmul, tree_sum
+from refs.weights import Index, check, expert, plain
 
 COLUMNS = 256  # outputs whose weights are converted at a time, by one thread
 TILE = 16  # outputs whose products are held at once
@@ -46,27 +46,36 @@ class StreamedWeights:
         stem, _, last = name.rpartition(".")
         if last in ("w_uk", "w_uv"):
             c = self._config
-            heads = self._tensors[stem + ".kv_b.w"].reshape(c.num_heads, -1, c.kv_lora_rank).astype(self._type)
+            heads = self._whole(stem + ".kv_b.w").reshape(c.num_heads, -1, c.kv_lora_rank).astype(self._type)
             nope = c.qk_nope_head_dim
             half = heads[:, :nope].transpose(1, 0, 2) if last == "w_uk" else heads[:, nope:].transpose(2, 0, 1)
             return np.ascontiguousarray(half)
-        value: F = self._tensors[name if name in self._shapes else name + ".w"].astype(self._type)
+        value: F = self._whole(name if name in self._shapes else name + ".w").astype(self._type)
         return value if value.ndim == 1 or name == "embed" else np.ascontiguousarray(value.T)
+
+    def _whole(self, name: str) -> npt.NDArray[Any]:
+        return plain(self._tensors, name, self._precision, len(self._shapes[name]))
+
+    def _narrow(self, name: str, part: Any) -> npt.NDArray[Any]:
+        """A part of a matrix, chosen before it is widened."""
+        if self._precision not in BF16_PRECISIONS:
+            return np.asarray(self._tensors[name][part])
+        return bf16_value(self._tensors[name.removesuffix("w") + "bw"][part])
 
     def embed(self, tokens: Index) -> F:
         """[M, D]"""
-        return self._tensors["embed.w"][tokens].astype(self._type)
+        return self._narrow("embed.w", tokens).astype(self._type)
 
     def linear(self, x: F, name: str, summation: Summation) -> F:
         """[M, K] times a matrix -> [M, N]."""
-        w = self._tensors[name + ".w"]
-        out = np.empty((x.shape[0], w.shape[0]), self._type)
+        outputs = self._shapes[name + ".w"][0]
+        out = np.empty((x.shape[0], outputs), self._type)
 
         def part(first: int) -> None:
-            rows = w[first : first + COLUMNS]
+            rows = self._narrow(name + ".w", slice(first, first + COLUMNS))
             out[:, first : first + COLUMNS] = _product(x, rows, summation)
 
-        _share(part, range(0, w.shape[0], COLUMNS))
+        _share(part, range(0, outputs, COLUMNS))
         return out
 
     def chosen(self, x: F, name: str, ids: Index, summation: Summation) -> F:
@@ -78,10 +87,10 @@ class StreamedWeights:
             rows = np.flatnonzero(ids == index)
             for first in range(0, n, COLUMNS):
                 block = range(first, min(n, first + COLUMNS))
-                if self._precision == "int4":
+                if self._precision.startswith("int4"):
                     w = expert(self._tensors, name, index, block, k)
                 else:
-                    w = self._tensors[name + ".w"][index, first : block.stop]
+                    w = self._narrow(name + ".w", (index, slice(first, block.stop)))
                 out[rows, first : block.stop] = _product(x[rows], w, summation)
 
         _share(part, np.unique(ids).tolist())

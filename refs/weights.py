@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from refs.config import ModelConfig
+from refs.config import BF16_PRECISIONS, ModelConfig
 from refs.elementary import F32, F
 from refs.errors import MissingTensor
-from refs.exact import Summation, matmul, matmul_chosen
+from refs.exact import Summation, bf16_value, matmul, matmul_chosen
 from refs.quant import dequantise
 from refs.stated import Stated, draw
 
@@ -25,7 +25,8 @@ class Weights:
     """``w[name]`` for every name of docs/model.md without its ``.w``.
 
     A matrix [N, K] is held as [K, N], experts [E, N, K] as [K, E, N], ``kv_b`` as its two halves ``w_uk`` [N, H, R]
-    and ``w_uv`` [R, H, Vh]; vectors and the embedding as they are. INT4 experts are expanded, which is exact.
+    and ``w_uv`` [R, H, Vh]; vectors and the embedding as they are. INT4 experts are expanded and bf16
+    matrices widened, which is exact.
     """
 
     def __init__(
@@ -40,11 +41,11 @@ class Weights:
         check(config, tensors, precision, file)
         for name, shape in config.shapes().items():
             base = name.removesuffix(".w")
-            if precision == "int4" and ".experts." in name:
+            if precision.startswith("int4") and ".experts." in name:
                 every = (expert(tensors, base, e, range(shape[1]), shape[2]) for e in range(shape[0]))
                 value: npt.NDArray[Any] = np.stack(list(every))
             else:
-                value = tensors[name]
+                value = plain(tensors, name, precision, len(shape))
             wide: F = value.astype(dtype)
             if base.endswith("kv_b"):
                 heads = wide.reshape(config.num_heads, -1, config.kv_lora_rank)
@@ -71,6 +72,13 @@ class Weights:
     def chosen(self, x: F, name: str, ids: Index, summation: Summation) -> F:
         """Row j of [J, K] times expert ``ids[j]`` -> [J, N]."""
         return matmul_chosen(x, self._held[name], ids, summation)
+
+
+def plain(tensors: Mapping[str, npt.NDArray[Any]], name: str, precision: str, ndim: int) -> npt.NDArray[Any]:
+    """A tensor that is not quantised, as float32: a matrix of a bf16 precision from its ``.bw``."""
+    if precision in BF16_PRECISIONS and ndim > 1:
+        return bf16_value(tensors[name.removesuffix("w") + "bw"])
+    return tensors[name]
 
 
 def check(config: ModelConfig, tensors: Mapping[str, npt.NDArray[Any]], precision: str, file: str) -> None:

@@ -17,7 +17,7 @@ from harness.bench import clock, k26, targets
 from harness.bench.ceilings import Ceilings
 from harness.bench.work import forward_bytes
 from harness.golden import Golden
-from harness.matrix import PRECISIONS
+from harness.matrix import F32_PRECISIONS
 from harness.protocol import Decoded, DecodeRequest, Engine, Session
 from refs.config import ModelConfig
 from refs.drafter_config import split
@@ -79,7 +79,7 @@ def plans(configs: Sequence[str], widths: Sequence[int], patterns: Sequence[str]
     found = [
         Plan(config, precision, "ar" if m == 1 else "ddtree", m)
         for config in configs
-        for precision in (PRECISIONS if config != K26 else ("int4",))
+        for precision in (F32_PRECISIONS if config != K26 else ("int4",))
         for m in (1, *widths)
     ]
     return [p for p in found if not patterns or any(t in p.name or fnmatchcase(p.name, t) for t in patterns)]

@@ -154,7 +154,9 @@ def trees(session: Session, golden: Golden, drafter: str) -> Divergence | None:
     straight = Straight(session, golden)
     straight.rows((*golden.prompt, *golden.tokens))
     context = golden.prompt
-    for number, round in enumerate(golden.rounds(drafter)):
+    # An engine that rounds may have chosen otherwise than the golden run; its own trees serve as well.
+    taken = session.decode(golden.request(drafter)).rounds if golden.rounding else golden.rounds(drafter)
+    for number, round in enumerate(taken):
         tree = Tree(context, round.tokens, round.parents)
         found = verifying(session, golden, straight, tree, f"verify, round {number}")
         if found is None:
@@ -185,6 +187,8 @@ def widths(session: Session, golden: Golden, seed: int) -> Divergence | None:
 def decoding(session: Session, golden: Golden, drafter: str) -> Divergence | None:
     """The engine's own loop: the first round, row or step unlike the golden one, where all it is made of agrees."""
     decoded = session.decode(golden.request(drafter))
+    if golden.rounding:  # what it chose is its own affair; that its history is what it chose, is not
+        return _history(session, golden, decoded)
     if drafter:
         for number, (got, want) in enumerate(zip(decoded.rounds, golden.rounds(drafter), strict=False)):
             found = _round(number, got, want)

@@ -27,10 +27,10 @@ class Bundle:
         self.vocab = int(self.file.fields["vocab_size"])
 
     def tokens(self, precision: str) -> list[int]:
-        return list(self.file.tensor(f"golden.{precision}.tokens").tolist())
+        return list(self.file.tensor(f"golden.{precision.replace('-', '_')}.tokens").tolist())
 
     def draft(self, precision: str, drafter: str) -> Draft:
-        return Draft(self.file.tensor(f"draft.{precision}.{drafter}"), len(self.prompt) + 1)
+        return Draft(self.file.tensor(f"draft.{precision.replace('-', '_')}.{drafter}"), len(self.prompt) + 1)
 
     def request(self, precision: str = "fp32", drafter: str = "", **changes: Any) -> DecodeRequest:
         """The bundle's own run: AR, or DDTree with a recorded drafter."""

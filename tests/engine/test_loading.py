@@ -63,12 +63,21 @@ def test_every_field_is_required(tiny: Path, tmp_path: Path) -> None:
 
 
 def weights_of(tiny: Path, precision: str) -> list[str]:
-    other = (".qw", ".sc") if precision == "fp32" else ("experts.gate.w", "experts.up.w", "experts.down.w")
+    """By the words of docs/model.md, Precisions."""
+
+    def read(name: str) -> bool:
+        expert, stem = ".experts." in name, name.rpartition(".")[2]
+        if name.endswith(("norm.w", ".bias")):
+            return True
+        if expert and precision.startswith("int4"):
+            return stem in ("qw", "sc")
+        return stem == ("bw" if precision.endswith("bf16") else "w")
+
     names = kdtr.read(tiny).tensors
-    return [n for n in names if not n.startswith(("golden.", "draft.", "meta.")) and not n.endswith(other)]
+    return [n for n in names if not n.startswith(("golden.", "draft.", "meta.")) and read(n)]
 
 
-@pytest.mark.parametrize("precision", ["fp32", "int4"])
+@pytest.mark.parametrize("precision", ["fp32", "int4", "bf16", "int4-bf16"])
 def test_every_weight_is_required(tmp_path: Path, precision: str) -> None:
     small = ensure(["block1"])["block1"]  # a layer of each kind
     bundle = Bundle(small)
@@ -86,16 +95,26 @@ def test_every_weight_is_required(tmp_path: Path, precision: str) -> None:
             engine.create("cpu").load(path, precision)
 
 
-@pytest.mark.parametrize(("precision", "missed"), [("fp32", "gate.w"), ("int4", "gate.qw")])
-def test_the_other_precision_may_be_absent(tiny: Path, tmp_path: Path, precision: str, missed: str) -> None:
+@pytest.mark.parametrize(
+    ("precision", "missed", "other"),
+    [
+        ("fp32", "layers.1.experts.gate.w", "int4"),
+        ("int4", "layers.1.experts.gate.qw", "fp32"),
+        ("bf16", "layers.1.experts.gate.bw", "int4-bf16"),
+        ("int4-bf16", "embed.bw", "int4"),
+    ],
+)
+def test_the_other_precision_may_be_absent(
+    tiny: Path, tmp_path: Path, precision: str, missed: str, other: str
+) -> None:
     """A file with one precision loads in that one; the other names the first tensor it misses."""
     bundle = Bundle(tiny)
-    kept = weights_of(tiny, "int4" if precision == "fp32" else "fp32")
-    drop = {n: None for n in bundle.file.tensors if n not in kept and n.startswith("layers.")}
+    kept = weights_of(tiny, other)
+    weights = [n for n in bundle.file.tensors if not n.startswith(("golden.", "draft.", "meta."))]
+    drop = {n: None for n in weights if n not in kept}
     path = changed(tiny, tmp_path / "one.kdtr", tensors=drop)
-    with pytest.raises(protocol.MissingTensor, match=f": layers.1.experts.{missed}: "):
+    with pytest.raises(protocol.MissingTensor, match=f": {missed}: "):
         engine.create("cpu").load(path, precision)
-    other = "int4" if precision == "fp32" else "fp32"
     with engine.create("cpu").load(path, other) as session:
         assert list(session.decode(bundle.request(other)).tokens) == bundle.tokens(other)
 

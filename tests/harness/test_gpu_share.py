@@ -20,8 +20,8 @@ def card(free: int, uuid: str = "GPU-a") -> Gpu:
 def test_a_session_is_reckoned_larger_than_its_weights(config: str) -> None:
     _, tensors = generate.layout(generate.generate(recipe.load(config)))
     stored = sum(t.nbytes for name, t in tensors.items() if not name.startswith(("golden.", "draft.", "meta")))
-    quantised = sum(t.nbytes for name, t in tensors.items() if name.endswith((".qw", ".sc")))
-    least = stored - quantised
+    other_kinds = sum(t.nbytes for name, t in tensors.items() if name.endswith((".qw", ".sc", ".bw")))
+    least = stored - other_kinds
     assert least < session_bytes(config) - gpu_share.SCRATCH_BYTES < 4 * least
 
 

@@ -29,9 +29,22 @@ def test_every_point_of_the_axes_is_there_once() -> None:
 
 
 def test_more_ranks_and_precisions_are_more_cells() -> None:
-    points = expected(("cuda",), {"tiny": ()}, precisions=("bf16",), ranks=(1, 2))
-    assert [point.id for point in points] == ["bf16-ar-tiny-cuda", "bf16-ar-tiny-cuda-x2"]
+    both = {"tiny": ("fp32", "int4-bf16")}
+    points = expected(("cuda",), {"tiny": ()}, precisions=("bf16", "int4-bf16"), offered=both, ranks=(1, 2))
+    assert [point.id for point in points] == ["int4-bf16-ar-tiny-cuda", "int4-bf16-ar-tiny-cuda-x2"]
     assert [parse(point.id) for point in points] == points
+
+
+def test_a_config_has_the_precisions_it_names(tmp_path: Path) -> None:
+    offered = matrix.config_precisions()
+    assert {p.precision for p in expected() if p.config == "tiny"} == set(offered["tiny"]) == set(matrix.PRECISIONS)
+    assert {p.precision for p in expected() if p.config == "block1"} == {"fp32", "int4"}
+    assert offered == {name: recipe.load(name).precisions for name in recipe.names()}
+    path = tmp_path / "some.yaml"
+    for broken in ("precisions: bf16", "precisions: [fp16]", "precisions: []"):
+        path.write_text(broken)
+        with pytest.raises(MatrixError, match=r"some\.yaml: precisions: is .*, not a list of some of fp32, int4"):
+            matrix.precisions(path)
 
 
 def test_neighbours_share_a_bundle_and_a_precision() -> None:

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from refs import draw, edges, generate, golden, kdtr, quant, recipe
-from refs.config import PRECISIONS
+from refs.config import F32_PRECISIONS
 from refs.drafters import DRAFTERS
 from refs.errors import ConfigError
 from refs.exact import Draws
@@ -48,7 +48,7 @@ def test_a_bundle_holds_what_the_page_lists(name: str) -> None:
     }
     n = file.tensor("golden.prompt").size
     known = {"meta.json", "golden.prompt"}
-    for precision in PRECISIONS:
+    for precision in F32_PRECISIONS:
         stored = made.model.stored(precision)
         known |= set(stored)
         for tensor, (shape, kind) in stored.items():
@@ -129,7 +129,7 @@ def test_precisions_differ_in_their_goldens() -> None:
     file = parsed("budget0")
     apart = np.abs(file.tensor("golden.fp32.logits")[0] - file.tensor("golden.int4.logits")[0]).max()
     tolerance = json.loads(file.tensor("meta.json").tobytes())["tolerance"]
-    assert apart > 2 * max(tolerance[p]["logits"] for p in PRECISIONS)
+    assert apart > 2 * max(tolerance[p]["logits"] for p in F32_PRECISIONS)
     same = result("budget0").goldens["fp32"]
     with pytest.raises(golden.Rejected, match="less than the tolerance"):
         generate._check_precisions_differ({"fp32": same, "int4": same})

@@ -20,7 +20,7 @@ from harness import bundles, quality
 from harness.golden import Golden
 from harness.protocol import Session
 from refs import checkpoint, draw, kdtr, recipe
-from refs.config import PRECISIONS, ModelConfig
+from refs.config import F32_PRECISIONS, ModelConfig
 from refs.drafter_config import of_file, split
 from refs.errors import CheckpointError
 from refs.quant import dequantise
@@ -95,7 +95,7 @@ def test_the_bundle_holds_that_model(bundle: Path, imported: kdtr.Kdtr) -> None:
     assert any(bytes(prompt[1:]) in document for _, document in checkpoint.heldout("text"))
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("precision", F32_PRECISIONS)
 def test_engine_and_torch_agree(bundle: Path, precision: str) -> None:
     """Whole passages, past YaRN's original context; the bound is four times the noise of float32 in torch."""
     stored, wide = kdtr.read(bundle), open_target(FOLDER).double()
@@ -123,7 +123,7 @@ def test_engine_and_torch_agree(bundle: Path, precision: str) -> None:
 def test_quality_is_that_of_torch(bundle: Path, model: Target) -> None:
     """`kdtree quality` on a part of the text against torch's own cross entropy."""
     documents = checkpoint.heldout("text")[:3]
-    sessions: dict[str, Session] = {p: create("cpu").load(bundle, p) for p in PRECISIONS}
+    sessions: dict[str, Session] = {p: create("cpu").load(bundle, p) for p in F32_PRECISIONS}
     found = quality.measure(sessions, documents, corpus.END, 700)
     total = 0.0
     for _, piece in quality.pieces(documents, 700):

@@ -13,6 +13,7 @@ import numpy as np
 
 from harness.protocol import DeviceError
 from harness.reference_engine import ReferenceEngine, ReferenceSession, named_errors
+from refs.config import BF16_PRECISIONS
 from refs.model import Model
 
 
@@ -32,7 +33,9 @@ class ExampleEngine(ReferenceEngine):
         graphs: bool = True,
     ) -> ReferenceSession:
         with named_errors():
-            model = Model.open(path, precision, np.float32, summation="strided", context=context)
+            rounding = precision in BF16_PRECISIONS
+            options = {"summation": "strided", "context": context, "rounding": rounding}
+            model = Model.open(path, precision, np.float32, **options)
         return ReferenceSession(model, max_rows)
 
 
