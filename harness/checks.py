@@ -50,7 +50,9 @@ def run_checks(
     else:
         against_golden(found, golden, decoded)
     if ar is not None:
-        owed = golden_bf16_checks.own_rounds(golden, request, ar, decoded) if golden.rounding else golden.rounds(drafter)
+        owed = (
+            golden_bf16_checks.own_rounds(golden, request, ar, decoded) if golden.rounding else golden.rounds(drafter)
+        )
         rounds(found, owed, decoded)
         if drafter == DFLASH and not golden.rounding:
             draft(found, golden, decoded)

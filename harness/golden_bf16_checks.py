@@ -8,6 +8,8 @@ bit: DDTree is AR.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import numpy.typing as npt
 
@@ -71,13 +73,16 @@ def tokens(found: Findings, golden: Golden, decoded: Decoded) -> None:
 
 
 def own_rounds(golden: Golden, request: DecodeRequest, ar: Decoded, decoded: Decoded) -> tuple[Round, ...]:
-    """The rounds that DDTree must take, given the engine's own AR decode and, of a drafter of its own, what that gave."""
-    sizes = {"block_size": request.block_size, "budget": request.budget}
+    """The rounds that DDTree must take, given the engine's own AR decode.
+
+    Where the model's own drafter drafts, what it gave in each round is taken as given.
+    """
     own = None
+    asked = Request(request.prompt, request.max_tokens, block_size=request.block_size, budget=request.budget)
     if isinstance(request.draft, Draft):
-        asked = Request(request.prompt, request.max_tokens, request.draft.logits, request.draft.first, **sizes)
+        asked = replace(asked, draft=request.draft.logits, first=request.draft.first)
     else:
-        asked = Request(request.prompt, request.max_tokens, dflash=True, **sizes)
+        asked = replace(asked, dflash=True)
         own = [] if decoded.draft_logits is None else list(decoded.draft_logits[:, : request.block_size - 1])
     found = replay(asked, ar.tokens, ar.tokens, golden.field("eos_id"), own)
     return tuple(Round(tuple(tree.tokens), tuple(tree.parents), tuple(path)) for tree, path in found)

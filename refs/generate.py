@@ -76,9 +76,7 @@ def _attempt(wanted: Recipe, attempt: int, made: Mapping[str, Array] | None) -> 
     for precision in wanted.precisions:
         rounding = precision in BF16_PRECISIONS
         narrow = {
-            order: Model(
-                fields, tensors, precision, np.float32, summation=order, rounding=rounding, file=wanted.name
-            )
+            order: Model(fields, tensors, precision, np.float32, summation=order, rounding=rounding, file=wanted.name)
             for order in SUMMATIONS
         }
         if rounding:
