@@ -9,11 +9,13 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import pytest
 
 from harness import ledger as ledgers
+from harness import plugin
 from harness.cells import Ledger, Verdict
 from harness.sources import ROOT
 from tests.harness.forked import Forks
@@ -222,3 +224,16 @@ def test_the_matrix_as_json_is_the_expected_set(start: Command) -> None:
     assert [entry["id"] for entry in json.loads(done.stdout)][1] == "fp32-ddtree-tiny2-oracle-cpu"
     listed = start("harness", "matrix", "--list", "-k", "tiny2")
     assert listed.stdout.split() == [entry["id"] for entry in json.loads(done.stdout)]
+
+
+def test_a_death_in_a_large_cell_is_recorded_under_its_id(tmp_path: Path) -> None:
+    """xdist adds a group's name to the node ids of cells that share a worker."""
+    run = SimpleNamespace(plan=SimpleNamespace(engine="csrc"), host="box", run_dir=tmp_path)
+    sched = SimpleNamespace(config=SimpleNamespace(stash={plugin.RUN: run}))
+    report = SimpleNamespace(node=SimpleNamespace(gateway=SimpleNamespace(id="gw1")), longrepr="")
+    crashed = "tests/test_matrix.py::test_cell[int4-ar-k26_slice-cpu]@scale"
+    plugin.pytest_handlecrashitem(crashed, report, sched)
+    (record,) = ledgers.collect(tmp_path)
+    assert (record.id, record.verdict) == ("int4-ar-k26_slice-cpu", Verdict.ERROR)
+    assert record.rerun == "nox -s test -- -k int4-ar-k26_slice-cpu --scale"
+    assert "the worker died in this cell" in str(report.longrepr)
