@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from refs import counter, quant, recipe, stated
+from refs import counter, quant, recipe
 from refs.exact import bf16_value, rounded_to_bf16
 from refs.philox import philox
 from refs.stated import Stated, draw
@@ -89,15 +89,15 @@ def test_stored_experts_are_those_that_would_be_stated() -> None:
     """One config in both forms: what the file holds is what an engine draws."""
     made = recipe.load("stated")
     held = dataclasses.replace(made, weights=dataclasses.replace(made.weights, stated=False))
-    tensors, e = counter.weights(held), made.model.n_routed_experts
     for name, (rows, k) in {"gate": (43, 160), "down": (160, 43)}.items():
         stem = f"layers.1.experts.{name}"
-        packed, scales = zip(
-            *(draw(stated.Stated.of(counter.weights(made)[stem + ".draw"]), i, range(rows), k) for i in range(e)),
-            strict=True,
-        )
-        np.testing.assert_array_equal(tensors[stem + ".qw"], np.stack(packed))
-        np.testing.assert_array_equal(tensors[stem + ".sc"], np.stack(scales))
+        (numbers,) = counter.parts(made, stem + ".draw")
+        rule = Stated.of(numbers)
+        assert rule == counter.stated(made, stem, k)
+        drawn = [draw(rule, expert, range(rows), k) for expert in range(made.model.n_routed_experts)]
+        for end, whole in zip(("qw", "sc"), zip(*drawn, strict=True), strict=True):
+            parts = np.concatenate(list(counter.parts(held, f"{stem}.{end}")))
+            np.testing.assert_array_equal(parts.reshape(np.shape(whole)), np.stack(whole))
 
 
 def test_outliers_stand_on_both_sides_of_a_group_s_boundary() -> None:

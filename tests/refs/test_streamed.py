@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from harness.bundles import ensure
 from refs import counter, draw, generate, kdtr, model, recipe, streamed
 from refs.errors import MissingTensor
 from refs.model import Model
@@ -40,10 +41,10 @@ def test_a_streamed_model_asks_for_every_tensor(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_goldens_over_mapped_weights_are_those_over_held_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    held = kdtr.encode(*generate.layout(generate.generate(recipe.load("stated"))))
+    pinned = ensure(["stated"])["stated"].read_bytes()  # made with held ones
     monkeypatch.setattr(model, "HELD_WEIGHTS", 0)
     generate.write("stated", tmp_path / "stated.kdtr")
-    assert (tmp_path / "stated.kdtr").read_bytes() == held
+    assert (tmp_path / "stated.kdtr").read_bytes() == pinned
     assert [path.name for path in tmp_path.iterdir()] == ["stated.kdtr"]
 
 
