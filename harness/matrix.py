@@ -229,8 +229,8 @@ def of_run(
     found = expected(devices, scale=scale)
     for device in devices if shared else ():
         counts = (2,) if device == "cpu" else tuple(n for n in GPU_RANKS if n <= gpus)
-        chosen = {count: [name for name in rankable(count) if name in RANKED_CONFIGS] for count in counts}
-        found += expected([device], ranks=counts, ranked=chosen)
+        ranked = {count: tuple(name for name in rankable(count) if name in RANKED_CONFIGS) for count in counts}
+        found += expected([device], ranks=counts, ranked=ranked)
     return found
 
 

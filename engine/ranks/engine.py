@@ -95,6 +95,14 @@ class RankedSession:
         """What each rank holds, see `engine.session.CsrcSession.weights`."""
         return list(self._job.ask("each", self._number, "weights"))
 
+    def exchanges(self) -> int:
+        """How often the engine has called rank 0's transport; exchanges that a graph replays are not among them."""
+        return int(self._job.ask("exchanges"))
+
+    def flip(self, rank: int, tensor: str, byte: int) -> None:
+        """Fault injection: turn one bit of a weight in one rank's GPU."""
+        self._job.ask("flip", self._number, rank, tensor, byte)
+
     def close(self) -> None:
         """Free everything on every rank."""
         if self._open and not self._job.failure:

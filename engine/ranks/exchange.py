@@ -47,6 +47,8 @@ class TorchExchange:
 
         self._torch, self._dist, self._progress = torch, dist, progress
         self.rank, self.count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        self.calls = 0
+        """Exchanges made by this process; not those that a graph replays."""
         self._cuda = device == "cuda"
         self.device = f"cuda:{os.environ['LOCAL_RANK']}" if self._cuda else "cpu"
         if self._cuda:
@@ -105,9 +107,13 @@ class TorchExchange:
     def _all_gather(self, recv: int, send: int, size: int, stream: int) -> None:
         with self._on(stream):
             self._gather(self._view(recv, size * self.count), self._view(send, size))
-        self._progress()
+        self._done()
 
     def _broadcast(self, data: int, size: int, stream: int) -> None:
         with self._on(stream):
             self._dist.broadcast(self._view(data, size), 0)
+        self._done()
+
+    def _done(self) -> None:
+        self.calls += 1
         self._progress()

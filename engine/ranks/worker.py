@@ -89,6 +89,9 @@ class Worker:
         self._sessions.pop(number).close()
         return "ok", None
 
+    def _exchanges(self) -> Answer:
+        return "ok", self._exchange.calls
+
     def _flip(self, number: int, rank: int, tensor: str, byte: int) -> Answer:
         """Fault injection: turn one bit of a weight in one rank's GPU (a CPU's weights are the file's, read-only)."""
         at = self._sessions[number].weights()[tensor][0]

@@ -9,18 +9,24 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from engine import create
+from engine.kdtr_stream import KdtrStream
 from engine.ranks.exchange import memory_view
 from engine.ranks.member import Member, member
 from engine.session import CsrcEngine
 from harness.bench import k26, step
 from harness.protocol import Engine
 from refs.config import ModelConfig
+from refs.drafter_config import split
 from refs.kdtr import read
 
 RUNS = 5
@@ -39,17 +45,55 @@ def repeating(count: int) -> Member:
     return member(0, count, all_gather, lambda data, size, stream: None)
 
 
+def write(target: Path, config: ModelConfig, say: Callable[[str], None]) -> None:
+    """A file of random matrices in f32 and in bf16, and of experts that it states and the engine draws."""
+    tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
+    for name, shape in config.shapes().items():
+        if ".experts." in name:
+            tensors[name.removesuffix("w") + "draw"] = ("i64", (5,))
+            continue
+        tensors[name] = ("f32", shape)
+        if len(shape) == 2:
+            tensors[name.removesuffix("w") + "bw"] = ("bf16", shape)
+    rng = np.random.default_rng(26)
+    with KdtrStream(target, config.fields(), tensors, b"random weights, for timing alone") as stream:
+        for number, entry in enumerate(stream.pending()):
+            stream.begin(entry)
+            if entry.dtype == "i64":
+                inner = config.moe_intermediate_size if ".down." in entry.name else config.hidden_size
+                least = int(np.float32(2.0 ** round(math.log2(0.1 * inner**-0.5))).view(np.uint32)) >> 16
+                stream.write(np.array([number, least, 0, 0, 0], np.int64).data.cast("B"))
+            else:
+                block = _block(entry.name, entry.shape, rng)
+                data = (block.view(np.uint32) >> 16).astype(np.uint16) if entry.dtype == "bf16" else block
+                raw = data.data.cast("B")
+                for at in range(0, entry.size, len(raw)):
+                    stream.write(raw[: min(len(raw), entry.size - at)])
+            stream.end()
+        stream.finish()
+    say(f"{target}: {target.stat().st_size / 1e9:.1f} GB")
+
+
+def _block(name: str, shape: tuple[int, ...], rng: np.random.Generator) -> npt.NDArray[np.float32]:
+    """The numbers that a tensor repeats, scaled so that a forward stays finite."""
+    if "norm" in name:
+        return np.ones(k26.BLOCK, np.float32)
+    reach = 1.0 if len(shape) == 1 or name.startswith("embed") else float(shape[-1] ** -0.5)
+    return rng.uniform(-reach, reach, k26.BLOCK).astype(np.float32)
+
+
 def measure(label: str, engine: Engine, path: Path, precision: str, widths: Sequence[int]) -> list[dict[str, Any]]:
     """Microseconds a forward at every width."""
-    model = ModelConfig.of(read(path).fields, str(path))
+    model = ModelConfig.of(split(read(path).fields)[0], str(path))
     given = k26.requests(model, tuple(m for m in widths if m > 1), step.BLOCK)
     found = []
     with engine.load(path, precision, max_rows=max(widths)) as session:  # type: ignore[attr-defined]
         for m in widths:
             timing, decoded, rows = step.measure(session, given[m], RUNS)
-            found.append({"engine": label, "M": m, "us": round(timing.us, 1), "q1": round(timing.q1, 1),
+            found.append({"engine": label, "precision": precision, "M": m, "us": round(timing.us, 1), "q1": round(timing.q1, 1),
                           "q3": round(timing.q3, 1), "rows": rows, "forwards": decoded.forwards})  # fmt: skip
-            print(f"{label:<28} M={m:<3} {timing.us:9.1f} us a forward [{timing.q1:.1f}, {timing.q3:.1f}]", flush=True)
+            line = f"{precision:<10} {label:<28} M={m:<3} {timing.us:9.1f} us a forward"
+            print(f"{line} [{timing.q1:.1f}, {timing.q3:.1f}]", flush=True)
     return found
 
 
@@ -60,7 +104,7 @@ def main() -> int:
     parser.add_argument("--layers", type=int, default=3, help="one dense, the others MoE")
     parser.add_argument("--experts", type=int, default=384)
     parser.add_argument("--vocab", type=int, default=8192, help="small, so that layers are what is timed")
-    parser.add_argument("--precision", default="int4")
+    parser.add_argument("--precision", action="append", default=[], help="default: int4-bf16, K2.6's own")
     parser.add_argument("--ranks", type=int, action="append", default=[], help="real ones, a GPU each")
     parser.add_argument("--alone", type=int, action="append", default=[], help="the share of one of so many ranks")
     parser.add_argument("-M", type=int, action="append", default=[], help="widths (default 1 and 16)")
@@ -69,18 +113,19 @@ def main() -> int:
     widths = options.M or [1, 16]
     config = k26.model(num_layers=options.layers, n_routed_experts=options.experts, vocab_size=options.vocab)
     if not options.file.exists():
-        k26.write(options.file, config, lambda text: print(text, file=sys.stderr, flush=True))
+        write(options.file, config, lambda text: print(text, file=sys.stderr, flush=True))
     engines: list[tuple[str, Any]] = [("one rank", lambda: create("cuda"))]
     engines += [(f"share of {n} ranks, alone", lambda n=n: CsrcEngine("cuda:0", repeating(n))) for n in options.alone]
     engines += [(f"{n} ranks", lambda n=n: create("cuda", ranks=n)) for n in options.ranks]
     found: list[dict[str, Any]] = []
     for label, make in engines:
         engine = make()
-        found += measure(label, engine, options.file, options.precision, widths)
+        for precision in options.precision or ["int4-bf16"]:
+            found += measure(label, engine, options.file, precision, widths)
+            if options.json:
+                options.json.write_text(json.dumps(found, indent=1) + "\n", "utf-8")
         if hasattr(engine, "close"):
             engine.close()
-        if options.json:
-            options.json.write_text(json.dumps(found, indent=1) + "\n", "utf-8")
     return 0
 
 

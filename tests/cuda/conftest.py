@@ -1,4 +1,4 @@
-"""Tests of the CUDA backend. Those that need a GPU are collected only where one is usable; the header says so."""
+"""Tests of the CUDA backend. Those that need a GPU, or two, are collected only where they are; the header says so."""
 
 from __future__ import annotations
 
@@ -7,16 +7,19 @@ import pytest
 from harness.environment import survey
 
 NEED_A_GPU = ["test_rows.py", "test_decoding.py", "test_backend.py"]
+NEED_TWO = ["test_ranks.py"]
 
 
-collect_ignore = [] if survey().gpus else NEED_A_GPU
+collect_ignore = [*([] if survey().gpus else NEED_A_GPU), *([] if len(survey().gpus) > 1 else NEED_TWO)]
 
 
 def pytest_report_header() -> str:
     """Which GPU is tested, or why the tests that need one are left out."""
     seen = survey()
     names = ", ".join(f"{g.name} (sm_{g.arch})" for g in seen.gpus)
-    return f"tests/cuda: on {names}" if names else f"tests/cuda: {', '.join(NEED_A_GPU)} left out: {seen.reason}"
+    if names:
+        return f"tests/cuda: on {names}" + ("" if len(seen.gpus) > 1 else f"; {', '.join(NEED_TWO)} left out: one GPU")
+    return f"tests/cuda: {', '.join([*NEED_A_GPU, *NEED_TWO])} left out: {seen.reason}"
 
 
 @pytest.fixture(scope="session")

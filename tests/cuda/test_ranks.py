@@ -1,0 +1,112 @@
+"""Ranks on GPUs: exchanges inside captured graphs, the plan against what is allocated, and the ends of jobs that fail."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import engine
+from engine import plan
+from engine.ranks.engine import RankedEngine, RankedSession
+from harness.bundles import ensure
+from harness.golden import Golden
+from harness.protocol import RankError
+from refs.config import ModelConfig
+from refs.drafter_config import split
+from refs.kdtr import read
+
+ALLOWED = 30.0  # seconds from the fault to the end of everything
+WEIGHT = "layers.1.experts.down.qw"
+
+
+@pytest.fixture(scope="module")
+def golden() -> Golden:
+    return Golden.open(ensure(["experts"])["experts"], "int4")
+
+
+@pytest.fixture(scope="module")
+def ranked(golden: Golden) -> Iterator[RankedEngine]:
+    made = RankedEngine("cuda", 2)
+    yield made
+    made.close()
+
+
+def test_exchanges_are_part_of_the_graph(golden: Golden, ranked: RankedEngine) -> None:
+    """The second decode replays what the first captured: as many exchanges by count, and one device's bits in both."""
+    request = golden.request("noisy")
+    with engine.create("cuda").load(Path(golden.file.file), "int4") as one:
+        alone = one.decode(request)
+    with ranked.load(Path(golden.file.file), "int4") as session:
+        calls = [session.exchanges()]
+        counts = []
+        for _ in range(2):
+            session.reset_counters()
+            decoded = session.decode(request)
+            assert np.array_equal(decoded.logits.view(np.uint32), alone.logits.view(np.uint32))  # type: ignore[union-attr]
+            calls.append(session.exchanges())
+            counts.append(session.counters()["all_gather"])
+    layers, rounds = golden.field("num_layers"), alone.forwards
+    prefill = 4 * layers + 2
+    assert counts[0] == counts[1] == prefill + rounds * (4 * layers + 3)
+    captured = calls[1] - calls[0] - prefill - 1  # what Python was called for: one round, whatever their number
+    assert captured == 4 * layers + 3 + 2
+    assert calls[2] - calls[1] == prefill + 1
+
+
+def test_a_rank_allocates_what_is_planned(golden: Golden, ranked: RankedEngine) -> None:
+    path = Path(golden.file.file)
+    config = ModelConfig.of(split(read(path).fields)[0], str(path))
+    planned = plan.plan(config, "int4", 2, 300, 24)
+    with ranked.load(path, "int4", context=300, max_rows=24) as session:
+        held, _ = session.memory()
+    assert held <= planned.total <= 1.1 * held
+
+
+def decode_for_ever(session: RankedSession, golden: Golden) -> None:
+    while True:
+        session.decode(golden.request())
+
+
+@pytest.mark.parametrize(
+    ("fault", "verdict"),
+    [
+        ("killed", "rank 1 died of SIGKILL"),
+        ("stopped", "rank 1 was not heard of for 8 s"),
+        ("corrupted", f"rank 1 diverged: RankDiverged: rank 1 of 2: {WEIGHT} is not what was loaded"),
+    ],
+)
+def test_a_rank_that_fails_ends_the_job_and_is_named_first(golden: Golden, fault: str, verdict: str) -> None:
+    made = RankedEngine("cuda", 2)
+    try:
+        session = made.load(Path(golden.file.file), "int4")
+        assert session.decode(golden.request("noisy")).tokens == golden.tokens
+        pids = [*made.job.pids.values(), made.job.torchrun]
+        if fault == "corrupted":
+            session.flip(1, WEIGHT, 5)
+        else:
+            os.kill(made.job.pids[1], signal.SIGKILL if fault == "killed" else signal.SIGSTOP)
+        start = time.monotonic()
+        with pytest.raises(RankError) as caught:
+            decode_for_ever(session, golden)
+        took = time.monotonic() - start
+        print(f"{fault}: ended after {took:.1f} s: {str(caught.value).splitlines()[0]}")
+        assert took < ALLOWED
+        assert str(caught.value).startswith(verdict)
+        assert str(caught.value).splitlines()[1] == "  log of rank 1:"
+        assert not [pid for pid in pids if Path(f"/proc/{pid}/cmdline").exists() and alive(pid)]
+    finally:
+        made.close()
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs; one that nobody has waited for yet does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
