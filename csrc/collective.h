@@ -18,8 +18,12 @@ struct Ranks {
 struct Transport {
   using AllGather = int (*)(void* recv, const void* send, uint64_t bytes, void* stream);
   using Broadcast = int (*)(void* data, uint64_t bytes, void* stream);
+  // Memory that the transport is quickest with, until the session is closed; null where it has none to give. Every rank asks for
+  // the same in the same order.
+  using Memory = void* (*)(uint64_t bytes);
   AllGather all_gather = nullptr;
   Broadcast broadcast = nullptr;
+  Memory memory = nullptr;
 };
 
 // Exchanges between the ranks, ordered with the operations of a backend. Every rank makes the same calls in the same order.
@@ -28,6 +32,7 @@ class Collective {
   Collective(Backend& backend, Ranks ranks, Transport transport) : backend_(backend), ranks_(ranks), transport_(transport) {}
 
   const Ranks& ranks() const { return ranks_; }
+  void* memory(size_t bytes) { return transport_.memory == nullptr ? nullptr : transport_.memory(bytes); }
 
   // recv: [ranks, bytes], rank r's `send` at place r. RankError if the exchange failed.
   void all_gather(void* recv, const void* send, size_t bytes) {

@@ -66,15 +66,14 @@ Forward::Forward(Backend& backend, const ModelConfig& config, const ModelWeights
   const auto held = [&](int dim, const char* what) { return Buffer(backend, operand() * m * static_cast<size_t>(dim), what); };
   const auto ints = [&](size_t n, const char* what) { return Buffer(backend, sizeof(int32_t) * n, what); };
   const ModelConfig& c = config;
-  x_ = floats(c.hidden_size, "residual");
+  const int acts = c.has_moe() ? c.num_experts_per_tok * c.moe_intermediate_size + c.shared_inner() : 0;
+  place_exchanged(std::max(acts, c.first_k_dense > 0 ? c.intermediate_size : 0));
   q_a_ = floats(c.q_lora_rank, "q_a");
   kv_ = floats(c.kv_width(), "kv");
   q_ = floats(share(c.q_width()), "q");
   q_lat_ = held(share(c.num_heads) * c.kv_lora_rank, "q_lat");
   q_rope_ = held(share(c.num_heads) * c.qk_rope_head_dim, "q_rope");
   o_lat_ = held(share(c.num_heads) * c.kv_lora_rank, "o_lat");
-  o_ = held(c.o_width(), "o");
-  logits_ = floats(c.vocab_size, "logits");
   size_t scratch = 0;
   const auto need = [&](size_t bytes) { scratch = std::max(scratch, bytes); };
   need(backend.linear_scratch(c.q_lora_rank + c.kv_width(), c.hidden_size, max_rows));
@@ -85,7 +84,6 @@ Forward::Forward(Backend& backend, const ModelConfig& config, const ModelWeights
   need(backend.select_scratch(max_rows, c.vocab_size));
   need(backend.commit_scratch(c.num_layers, c.kv_lora_rank, c.qk_rope_head_dim, max_rows));
   if (c.first_k_dense > 0) {
-    act_ = held(c.intermediate_size, "mlp.act");
     need(backend.linear_scratch(2 * c.intermediate_size, c.hidden_size, max_rows));
     need(backend.linear_scratch(c.hidden_size, c.intermediate_size, max_rows));
   }
@@ -99,15 +97,6 @@ Forward::Forward(Backend& backend, const ModelConfig& config, const ModelWeights
     need(backend.moe_scratch(max_rows, c.num_experts_per_tok, c.n_routed_experts, c.moe_intermediate_size, c.hidden_size));
   }
   scratch_ = Buffer(backend, scratch, "scratch");
-  if (!alone()) {
-    const int acts = c.has_moe() ? c.num_experts_per_tok * c.moe_intermediate_size + c.shared_inner() : 0;
-    const int act = std::max(acts, c.first_k_dense > 0 ? c.intermediate_size : 0);
-    x_part_ = floats(share(c.hidden_size), "rank.residual");
-    o_part_ = held(share(c.o_width()), "rank.o");
-    act_part_ = held(share(act), "rank.act");
-    logits_part_ = floats(share(c.vocab_size), "rank.logits");
-    gathered_ = floats(std::max({act, c.hidden_size, c.o_width(), c.q_width(), c.num_heads * c.kv_lora_rank, c.vocab_size}), "gathered");
-  }
   for (int i = 0; i < c.num_layers; ++i) {
     const size_t slots = static_cast<size_t>(slots_);
     latent_.emplace_back(backend, operand() * slots * c.kv_lora_rank, "cache.latent");
@@ -115,6 +104,39 @@ Forward::Forward(Backend& backend, const ModelConfig& config, const ModelWeights
     cache_.push_back({latent_.back().get(), k_rope_.back().get(), slots_});
   }
   cos_sin_ = rope_buffer(backend, config.rotation(), context, "rope");
+}
+
+void Forward::place_exchanged(int act) {
+  const ModelConfig& c = config_;
+  const size_t f32 = sizeof(float), op = operand();
+  struct Place {
+    Buffer* buffer;
+    size_t row;  // bytes
+    const char* what;
+  };
+  std::vector<Place> places = {{&x_, f32 * c.hidden_size, "residual"}, {&o_, op * c.o_width(), "o"}, {&logits_, f32 * c.vocab_size, "logits"}};
+  if (c.first_k_dense > 0) places.push_back({&act_, op * c.intermediate_size, "mlp.act"});
+  if (!alone()) {
+    const int widest = std::max({act, c.hidden_size, c.o_width(), c.q_width(), c.num_heads * c.kv_lora_rank, c.vocab_size});
+    places.insert(places.end(), {{&x_part_, f32 * share(c.hidden_size), "rank.residual"},
+                                 {&o_part_, op * share(c.o_width()), "rank.o"},
+                                 {&act_part_, op * share(act), "rank.act"},
+                                 {&logits_part_, f32 * share(c.vocab_size), "rank.logits"},
+                                 {&gathered_, f32 * widest, "gathered"}});
+  }
+  const auto bytes = [&](const Place& place) { return place.row * static_cast<size_t>(max_rows_); };
+  const auto padded = [](size_t n) { return (n + 255) / 256 * 256; };
+  size_t total = 0;
+  for (const Place& place : places) total += padded(bytes(place));
+  auto* at = alone() ? nullptr : static_cast<unsigned char*>(collective_.memory(total));
+  if (at != nullptr) {
+    lent_ = total;
+    backend_.fill_zero(at, total);
+  }
+  for (const Place& place : places) {
+    *place.buffer = at == nullptr ? Buffer(backend_, bytes(place), place.what) : Buffer::view(at, bytes(place));
+    at += at == nullptr ? 0 : padded(bytes(place));
+  }
 }
 
 bool Forward::need_scratch(size_t bytes) {

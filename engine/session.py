@@ -325,6 +325,7 @@ class CsrcEngine:
                 self._member.count,
                 self._member.all_gather,
                 self._member.broadcast,
+                self._member.memory,
             )
         depends_on = functools.partial(costs.identity, self._library, self.device, path, precision, self._member.count)
         return CsrcSession(self._ops, handle, self._progress, depends_on)

@@ -10,16 +10,18 @@ from typing import Any
 
 ALL_GATHER = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint64, ctypes.c_void_p)
 BROADCAST = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_uint64, ctypes.c_void_p)
+MEMORY = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_uint64)
 
 
 @dataclass(frozen=True)
 class Member:
-    """One of ``count`` ranks. ``all_gather`` and ``broadcast`` are addresses of C functions, 0 where it is alone."""
+    """One of ``count`` ranks. What it calls are addresses of C functions, 0 where it is alone."""
 
     rank: int = 0
     count: int = 1
     all_gather: int = 0
     broadcast: int = 0
+    memory: int = 0
     kept: tuple[Any, ...] = field(default=(), repr=False, compare=False)
     """What must live as long as the functions may be called."""
 
@@ -32,9 +34,11 @@ def member(
     count: int,
     all_gather: Callable[[int, int, int, int], None],
     broadcast: Callable[[int, int, int], None],
+    memory: Callable[[int], int] = lambda size: 0,
 ) -> Member:
     """A member whose exchanges are Python functions: ``all_gather(recv, send, bytes, stream)`` over addresses, recv
     holding ``count * bytes``, and ``broadcast(data, bytes, stream)`` from rank 0; ``stream`` is 0 on the CPU.
+    ``memory(bytes)`` may give the address of memory in which exchanges are quicker, or 0.
 
     What they raise is printed here, and the engine raises `harness.protocol.RankError`.
     """
@@ -55,6 +59,6 @@ def member(
             return 1
         return 0
 
-    calls = ALL_GATHER(gather_call), BROADCAST(broadcast_call)
-    first, second = (ctypes.cast(call, ctypes.c_void_p).value or 0 for call in calls)
-    return Member(rank, count, first, second, calls)
+    calls = ALL_GATHER(gather_call), BROADCAST(broadcast_call), MEMORY(memory)
+    first, second, third = (ctypes.cast(call, ctypes.c_void_p).value or 0 for call in calls)
+    return Member(rank, count, first, second, third, calls)

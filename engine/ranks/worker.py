@@ -45,6 +45,7 @@ class Worker:
         if other := [rank for rank, copy in enumerate(copies) if copy != copies[0]]:
             return "error", FormatError(f"{name}: file: rank {other[0]} has none, or another one, than rank 0")
         session, error = None, None
+        number = self._exchange.owner = max(self._sessions, default=0) + 1
         try:
             session = self._engine.load(path, precision, **options)
         except EngineError as failed:
@@ -53,8 +54,8 @@ class Worker:
         if errors:
             if session is not None:
                 session.close()
+            self._forget(number)
             return "error", errors[0]
-        number = max(self._sessions, default=0) + 1
         self._sessions[number] = session  # type: ignore[assignment]  # no error, so there is one
         return "ok", number
 
@@ -87,7 +88,12 @@ class Worker:
     def _close(self, number: int) -> Answer:
         self._streams.pop(number, None)
         self._sessions.pop(number).close()
+        self._forget(number)
         return "ok", None
+
+    def _forget(self, number: int) -> None:
+        if self._exchange.arena:
+            self._exchange.arena.give_back(number)
 
     def _exchanges(self) -> Answer:
         return "ok", self._exchange.calls

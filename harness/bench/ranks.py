@@ -90,8 +90,11 @@ def measure(label: str, engine: Engine, path: Path, precision: str, widths: Sequ
     with engine.load(path, precision, max_rows=max(widths)) as session:  # type: ignore[attr-defined]
         for m in widths:
             timing, decoded, rows = step.measure(session, given[m], RUNS)
-            found.append({"engine": label, "precision": precision, "M": m, "us": round(timing.us, 1), "q1": round(timing.q1, 1),
-                          "q3": round(timing.q3, 1), "rows": rows, "forwards": decoded.forwards})  # fmt: skip
+            figures = {"us": timing.us, "q1": timing.q1, "q3": timing.q3}
+            found.append(
+                {"engine": label, "precision": precision, "M": m, "rows": rows, "forwards": decoded.forwards}
+                | {name: round(us, 1) for name, us in figures.items()}
+            )
             line = f"{precision:<10} {label:<28} M={m:<3} {timing.us:9.1f} us a forward"
             print(f"{line} [{timing.q1:.1f}, {timing.q3:.1f}]", flush=True)
     return found

@@ -1,4 +1,4 @@
-"""Ranks on GPUs: exchanges inside captured graphs, the plan against what is allocated, and the ends of jobs that fail."""
+"""Ranks on GPUs: exchanges in captured graphs, the plan against what is allocated, the ends of jobs that fail."""
 
 from __future__ import annotations
 

@@ -13,6 +13,7 @@ from engine_ops import Ops
 from together import Together
 
 import engine
+from engine.ranks.arena import Arena
 from engine.session import CsrcSession
 from harness.bundles import ensure
 from harness.golden import Golden
@@ -143,6 +144,30 @@ def test_other_logits_on_one_rank_are_noticed_in_their_round(bundle: Path) -> No
         armed.append(1)
         with pytest.raises(RankDiverged, match="round 0: the checksum over tokens and logits of rank 1 is not that"):
             many.call("decode", golden.request())
+
+
+@pytest.mark.parametrize("lend", [1 << 22, 1 << 10])
+def test_memory_of_the_transport_is_used_where_it_reaches(bundle: Path, lend: int) -> None:
+    golden = Golden.open(bundle, "int4")
+    with Together(bundle, "int4", 2, lend=lend) as many:
+        decoded = many.call("decode", golden.request("noisy"))
+        assert [each.tokens for each in decoded] == [golden.tokens] * 2
+        with engine.create("cpu").load(bundle, "int4") as one:
+            assert same(decoded[1].logits, one.decode(golden.request("noisy")).logits)
+        with Together(bundle, "int4", 2) as plain:  # what is lent is counted, and padded
+            plain.call("decode", golden.request("noisy"))
+            more = many.sessions[0].memory()[0] - plain.sessions[0].memory()[0]
+            assert (0 < more < 4096) == (lend > 1 << 10)
+
+
+def test_an_arena_fills_its_gaps() -> None:
+    arena = Arena(4096, 1024)
+    first, second, third = (arena.take(size, owner) for size, owner in ((200, 1), (300, 2), (100, 3)))
+    assert (first, second, third) == (4096, 4096 + 256, 4096 + 768)
+    assert arena.take(300, 4) == 0
+    arena.give_back(2)
+    assert arena.take(512, 4) == 4096 + 256
+    assert arena.take(1, 4) == 0
 
 
 def test_exchanges_of_a_step(bundle: Path) -> None:
