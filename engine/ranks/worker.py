@@ -91,6 +91,11 @@ class Worker:
         self._forget(number)
         return "ok", None
 
+    def close(self) -> None:
+        """Every session: graphs hold NCCL's communicators, which could not be left before."""
+        for number in list(self._sessions):
+            self._close(number)
+
     def _forget(self, number: int) -> None:
         if self._exchange.arena:
             self._exchange.arena.give_back(number)
@@ -150,6 +155,7 @@ def main() -> int:
         watch.words(kind_of(error, rank), f"{type(error).__name__}: {error}")
         sys.stderr.flush()
         os._exit(1)  # nothing may wait for the others any more
+    worker.close()
     watch.words("done", "")
     exchange.close()
     return 0

@@ -110,6 +110,7 @@ def main() -> int:
     parser.add_argument("--precision", action="append", default=[], help="default: int4-bf16, K2.6's own")
     parser.add_argument("--ranks", type=int, action="append", default=[], help="real ones, a GPU each")
     parser.add_argument("--alone", type=int, action="append", default=[], help="the share of one of so many ranks")
+    parser.add_argument("--several-only", action="store_true", help="leave out one rank")
     parser.add_argument("-M", type=int, action="append", default=[], help="widths (default 1 and 16)")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
@@ -117,7 +118,7 @@ def main() -> int:
     config = k26.model(num_layers=options.layers, n_routed_experts=options.experts, vocab_size=options.vocab)
     if not options.file.exists():
         write(options.file, config, lambda text: print(text, file=sys.stderr, flush=True))
-    engines: list[tuple[str, Any]] = [("one rank", lambda: create("cuda"))]
+    engines: list[tuple[str, Any]] = [] if options.several_only else [("one rank", lambda: create("cuda"))]
     engines += [(f"share of {n} ranks, alone", lambda n=n: CsrcEngine("cuda:0", repeating(n))) for n in options.alone]
     engines += [(f"{n} ranks", lambda n=n: create("cuda", ranks=n)) for n in options.ranks]
     found: list[dict[str, Any]] = []
