@@ -59,13 +59,15 @@ def order(fault: Fault, points: Sequence[Point]) -> list[str]:
 
     def rank(point: Point) -> tuple[int, ...]:
         likely = [point.decoder == "ddtree"] if fault.group in ("trees", "drafter") else [point.decoder == "ar"]
-        precision = "int4" if fault.group in ("int4", "kernels") else "fp32"
+        precision = {"int4": "int4", "kernels": "int4", "bf16": "bf16"}.get(fault.group, "fp32")
         trust = ["dflash", "noisy", "oracle", "hostile"] if fault.group == "drafter" else ["noisy", "oracle", "hostile"]
         drafter = trust.index(point.drafter) if point.drafter in trust else len(trust) if point.drafter else 0
         default = point.config != "tiny"
         return (not likely[0], drafter, point.precision != precision, default)
 
     ids = [point.id for point in sorted(points, key=rank)]
+    if fault.first == OPERATIONS:
+        return [OPERATIONS, *ids, LOADER]
     if fault.first:
         chosen = [point.id for point in select(points, fault.first)]
         ids = [id for id in ids if id in chosen] + [id for id in ids if id not in chosen]

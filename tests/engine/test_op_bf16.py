@@ -100,20 +100,35 @@ def test_linear(ops: Ops, kind: str, m: int, n: int, k: int) -> None:
     assert {name: 4} == {name: count for name, count in ops.counters().items() if name.startswith("linear")}
 
 
-def test_ties_round_to_even_and_nan_stays(ops: Ops) -> None:
-    """A norm of ones leaves x as it is (eps far below): halves between two bf16 go to the even one."""
-    k = 64
-    x = np.ones((6, k), np.float32)
-    x[:, 0] = [1 + 2**-8, 1 + 3 * 2**-8, 1 + 2**-8 + 2**-20, -1 - 2**-8, np.nan, 1]
-    w = np.zeros((1, k), np.float32)
-    w[0, 0] = 1
-    norm = np.full(k, 1.0, np.float32)
-    got = linear(ops, x, [bits(w)], [np.empty(0, np.uint8)], norm, STORE, np.zeros((6, 1), np.float32))[:, 0]
-    assert np.isnan(got[4])
-    scale = 1 / np.sqrt((x.astype(np.float64) ** 2).mean(-1) + EPS)
-    want = nearest(x[:, 0] * scale)
-    assert np.abs(np.delete(got - want, 4)).max() <= 2**-7, "a bf16 each"
-    assert (np.delete(bits(got), 4) == np.delete(got.view(np.uint32) >> 16, 4)).all()
+def test_halves_go_to_even_and_what_is_no_number_stays(ops: Ops) -> None:
+    """Rotated by nothing, a key goes into the cache as it is, rounded once; bits written by hand."""
+    cases = {
+        0x3F808000: 0x3F80,  # 1 + 2^-8, halfway, to the even one below
+        0x3F818000: 0x3F82,  # 1 + 3 * 2^-8, halfway, to the even one above
+        0x3F808001: 0x3F81,  # just above a half
+        0x3F817FFF: 0x3F81,  # just below one
+        0xBF808000: 0xBF80,
+        0x00008001: 0x0001,  # subnormal
+        0x80000000: 0x8000,  # -0
+        0x7F7FFFFF: 0x7F80,  # the greatest f32 is nearer to what bf16 has no number for
+        0x7F800000: 0x7F80,
+        0x7F800001: 0x7FC0,  # a NaN whose payload would be cut off
+        0xFFFFFFFF: 0xFFFF,
+        0x3F800000: 0x3F80,
+    }
+    layer = Layer(ops, (1, 4, 1, len(cases), 1), 1)
+    layer.kv[0, 4:] = np.array(list(cases), np.uint32).view(np.float32)
+    layer.cos_sin[:] = [1.0, 0.0]
+    layer.q[:] = 0
+    layer.step([0], chain(1), 0)
+    got = [int(bits) for bits in layer.cached()[1][0]]
+    # a pair (a, b) turns into (a*1 - b*0, a*0 + b*1): what is not finite spoils its partner too
+    pairs = list(zip(cases, cases.values(), got, strict=True))
+    for (a, want_a, got_a), (b, want_b, got_b) in zip(pairs[0::2], pairs[1::2], strict=True):
+        if all((x & 0x7F800000) != 0x7F800000 for x in (a, b)):
+            assert (got_a, got_b) == (want_a, want_b), (hex(a), hex(b))
+        else:
+            assert np.isnan(value(np.array([got_a, got_b], np.uint16))).any(), (hex(a), hex(b))
 
 
 @pytest.mark.parametrize("kind", ["bf16", "int4"])

@@ -14,7 +14,17 @@ from harness.mutants.catalogue import CSRC, CatalogueError, Fault, edited, fract
 from harness.protocol import OPERATION_TAPS
 
 FAULTS = load()
-PROMISED = {"int4": 10, "mla": 12, "moe": 12, "trees": 20, "loader": 10, "numerics": 8, "kernels": 4, "cuda": 15}
+PROMISED = {
+    "int4": 10,
+    "mla": 12,
+    "moe": 12,
+    "trees": 20,
+    "loader": 10,
+    "numerics": 8,
+    "bf16": 15,
+    "kernels": 4,
+    "cuda": 15,
+}
 """Least number of faults in each group."""
 ALL_TAPS = {*OPERATION_TAPS, "embed", "out", "logits"}
 
