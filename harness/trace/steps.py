@@ -19,6 +19,7 @@ from harness.golden import Golden
 from harness.protocol import F32, Decoded, Round, Session
 from harness.trace.taps import Array, differ, order
 from harness.widths import ancestors, draw
+from refs.drafters import DFLASH
 
 
 @dataclass(frozen=True)
@@ -191,7 +192,8 @@ def decoding(session: Session, golden: Golden, drafter: str) -> Divergence | Non
         return _history(session, golden, decoded)
     if drafter:
         for number, (got, want) in enumerate(zip(decoded.rounds, golden.rounds(drafter), strict=False)):
-            found = _round(number, got, want)
+            found = _drafted(golden, decoded, number) if drafter == DFLASH else None
+            found = found or _round(number, got, want)
             if found is not None:
                 return found
     return _tokens(decoded, golden) or _history(session, golden, decoded)
@@ -207,6 +209,15 @@ def sampling(session: Session, golden: Golden, drafter: str, seed: int) -> Diver
         return None
     a, b = (tokens[at] if at < len(tokens) else None for tokens in (got.tokens, want.tokens))
     return _discrete("tokens", (at,), a, b, f"token {at} of a sampled decode: DDTree {_said(a)}, AR {_said(b)}")
+
+
+def _drafted(golden: Golden, decoded: Decoded, number: int) -> Divergence | None:
+    """What the own drafter gave in a round, before a tree was made of it."""
+    want = golden.draft_logits()[number]
+    if decoded.draft_logits is None or len(decoded.draft_logits) <= number:
+        return None
+    got = decoded.draft_logits[number][: len(want)]
+    return differ(golden, "draft", got, want, golden.tolerance("draft"), f"round {number} of the drafter, by depth")
 
 
 def _round(number: int, got: Round, want: Round) -> Divergence | None:

@@ -65,6 +65,7 @@ def axes(golden: Golden, tap: str) -> tuple[tuple[str, int], ...]:
         "moe.weights": (("choice", -1),),
         "moe.act": (choice, rest),
         "logits": (("token", -1),),
+        "draft": (("token", -1),),
     }.get(operation, (rest,))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from together import Together
 from engine import create
 from harness.bundles import ensure
 from harness.golden import Golden
-from harness.protocol import Decoded, DecodeRequest, DrafterError, MissingTensor, OwnDrafter
+from harness.protocol import ConfigError, Decoded, DecodeRequest, DrafterError, MissingTensor, OwnDrafter
 from refs import kdtr
 
 
@@ -36,6 +37,40 @@ def test_a_missing_tensor_is_named_when_the_file_is_opened(name: str, tmp_path: 
     found = kdtr.read(ensure(["dflash"])["dflash"])
     kdtr.write(tmp_path / "part.kdtr", found.fields, {n: t for n, t in found.tensors.items() if n != name})
     with pytest.raises(MissingTensor, match=f"part.kdtr: {name}"):
+        create("cpu").load(tmp_path / "part.kdtr", "fp32")
+
+
+FIELDS: list[tuple[dict[str, Any], str]] = [
+    ({"draft_num_kv_heads": 4}, "draft_num_kv_heads: does not divide"),
+    ({"draft_head_dim": 9}, "draft_head_dim: 9 is odd"),
+    ({"draft_block_size": 1}, "draft_block_size: 1 is not in 2.."),
+    ({"draft_num_layers": 0}, "draft_num_layers: 0 is not in 1.."),
+    ({"draft_num_layers": 3.0}, "draft_num_layers: is an f64, must be an i64"),
+    ({"draft_num_layers": None}, "draft_num_layers: missing"),
+    ({"draft_rms_norm_eps": 0.0}, "draft_rms_norm_eps: must be above 0"),
+    ({"draft_rope_theta": 1.0}, "draft_rope_theta: must be above 1"),
+    ({"draft_rope_factor": 0.5}, "draft_rope_factor: must be at least 1"),
+    ({"draft_num_heads": 2**30, "draft_num_kv_heads": 2**30, "draft_head_dim": 8}, "draft_num_heads: .* exceeds"),
+    ({"draft_colour": 3}, "draft_colour: unknown field"),
+    ({"mask_id": -1}, "mask_id: a drafter needs a mask token"),
+]
+TAPS = [[0, 4], [-1, 2], [2, 1], [1, 1]]
+
+
+@pytest.mark.parametrize(("change", "message"), FIELDS, ids=[m for _, m in FIELDS])
+def test_fields_out_of_range_are_named(change: dict[str, Any], message: str, tmp_path: Path) -> None:
+    found = kdtr.read(ensure(["dflash"])["dflash"])
+    fields = {n: v for n, v in {**found.fields, **change}.items() if v is not None}
+    kdtr.write(tmp_path / "part.kdtr", fields, found.tensors)
+    with pytest.raises(ConfigError, match=f"part.kdtr: {message}"):
+        create("cpu").load(tmp_path / "part.kdtr", "fp32")
+
+
+@pytest.mark.parametrize("taps", TAPS, ids=str)
+def test_taps_out_of_range_are_named(taps: list[int], tmp_path: Path) -> None:
+    found = kdtr.read(ensure(["dflash"])["dflash"])
+    kdtr.write(tmp_path / "part.kdtr", found.fields, {**found.tensors, "drafter.taps": np.array(taps, np.int32)})
+    with pytest.raises(ConfigError, match=r"part.kdtr: drafter.taps: layer .* does not ascend or is not in 0..3"):
         create("cpu").load(tmp_path / "part.kdtr", "fp32")
 
 

@@ -15,6 +15,7 @@ import numpy.typing as npt
 import pytest
 
 from harness import widths
+from harness.bundles import ensure
 from harness.cells import Divergence, Verdict
 from harness.describe import describe
 from harness.golden import Golden
@@ -23,6 +24,7 @@ from harness.protocol import OPERATION_TAPS
 from harness.reference_engine import ReferenceSession
 from harness.runner import Runner
 from harness.trace import command as trace
+from harness.trace import steps as trace_steps
 from harness.trace import taps as trace_taps
 from harness.widths import ancestors
 from refs.elementary import F
@@ -240,3 +242,20 @@ def test_command(capsys: pytest.CaptureFixture[str]) -> None:
 def test_command_against_another_engine(capsys: pytest.CaptureFixture[str]) -> None:
     assert trace.main(["fp32-ar-budget1-cpu", "--engine", "reference", "--against", "cpu"]) == 0
     assert "prefill   agrees" in capsys.readouterr().out
+
+
+class MasksOnly(Model):
+    """The drafter's block begins with a mask in place of the bonus."""
+
+    def draft(self, bonus: int) -> F:
+        return super().draft(self.config.mask_id)
+
+
+def test_a_wrong_drafter_is_named_before_its_trees() -> None:
+    path = ensure(["dflash"])["dflash"]
+    golden = Golden.open(path, "int4")
+    stages = trace_steps.decoding(session(path, MasksOnly), golden, "dflash")
+    assert stages is not None
+    assert (stages.tap, len(stages.index)) == ("draft", 2)
+    assert "round 0 of the drafter, by depth: draft, row" in stages.detail
+    assert trace_steps.decoding(session(path), golden, "dflash") is None

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 from collections.abc import Mapping
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import yaml
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention, silu
 
@@ -225,6 +228,32 @@ def test_fields_out_of_range(change: dict[str, Any], message: str) -> None:
         DrafterConfig.of(fields, taps, made.model, "file")
     with pytest.raises(ConfigError, match="mask_id"):
         DrafterConfig.of(dict(_bare(made.drafter)), [0], dataclasses.replace(made.model, mask_id=-1), "file")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"run": {"drafters": ["oracle"]}}, "run: drafters: dflash is named if and only if"),
+        ({"drafter": {"taps": [0, 9]}}, "drafter: drafter.taps: .* leaves the layers"),
+        ({"drafter": {"taps": "all"}}, "drafter: taps: 'all' is not a list"),
+        ({"drafter": {"num_heads": 5}}, "drafter: draft_num_kv_heads: 2: does not divide"),
+        ({"drafter": {"colour": 1}}, "drafter: draft_colour: unknown field"),
+    ],
+    ids=str,
+)
+def test_a_recipe_that_does_not_fit_is_refused(change: dict[str, Any], message: str, tmp_path: Path) -> None:
+    shutil.copy(recipe.CONFIGS / "dflash.yaml", tmp_path)
+    (tmp_path / "other.yaml").write_text(yaml.safe_dump({"name": "other", "purpose": "x", "base": "dflash", **change}))
+    with pytest.raises(ConfigError, match=message):
+        recipe.load("other", tmp_path)
+
+
+def test_a_drafter_asked_for_and_not_there_is_refused(tmp_path: Path) -> None:
+    shutil.copy(recipe.CONFIGS / "tiny2.yaml", tmp_path)
+    asked = {"name": "other", "purpose": "x", "base": "tiny2", "run": {"drafters": ["dflash"]}}
+    (tmp_path / "other.yaml").write_text(yaml.safe_dump(asked))
+    with pytest.raises(ConfigError, match="dflash is named if and only if there is a section drafter"):
+        recipe.load("other", tmp_path)
 
 
 def _bare(config: DrafterConfig) -> Mapping[str, Any]:
