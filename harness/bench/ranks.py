@@ -12,6 +12,7 @@ import json
 import math
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -82,21 +83,35 @@ def _block(name: str, shape: tuple[int, ...], rng: np.random.Generator) -> npt.N
     return rng.uniform(-reach, reach, k26.BLOCK).astype(np.float32)
 
 
-def measure(label: str, engine: Engine, path: Path, precision: str, widths: Sequence[int]) -> list[dict[str, Any]]:
-    """Microseconds a forward at every width."""
+def measure(
+    label: str, engine: Engine, path: Path, precision: str, widths: Sequence[int], logits: dict[Any, Any], real: bool
+) -> list[dict[str, Any]]:
+    """Microseconds a forward at every width; of ``real`` engines also whether all give the bits of the first."""
     model = ModelConfig.of(split(read(path).fields)[0], str(path))
     given = k26.requests(model, tuple(m for m in widths if m > 1), step.BLOCK)
     found = []
     with engine.load(path, precision, max_rows=max(widths)) as session:  # type: ignore[attr-defined]
         for m in widths:
             timing, decoded, rows = step.measure(session, given[m], RUNS)
+            equal = None
+            if real:
+                got = session.decode(replace(given[m], record=True)).logits.view(np.uint32)
+                equal = bool(np.array_equal(logits.setdefault((precision, m), got), got))
             figures = {"us": timing.us, "q1": timing.q1, "q3": timing.q3}
             found.append(
-                {"engine": label, "precision": precision, "M": m, "rows": rows, "forwards": decoded.forwards}
+                {
+                    "engine": label,
+                    "precision": precision,
+                    "M": m,
+                    "rows": rows,
+                    "forwards": decoded.forwards,
+                    "equal": equal,
+                }
                 | {name: round(us, 1) for name, us in figures.items()}
             )
             line = f"{precision:<10} {label:<28} M={m:<3} {timing.us:9.1f} us a forward"
-            print(f"{line} [{timing.q1:.1f}, {timing.q3:.1f}]", flush=True)
+            bits = {None: "", True: "  bits equal", False: "  BITS DIFFER"}[equal]
+            print(f"{line} [{timing.q1:.1f}, {timing.q3:.1f}]{bits}", flush=True)
     return found
 
 
@@ -122,10 +137,11 @@ def main() -> int:
     engines += [(f"share of {n} ranks, alone", lambda n=n: CsrcEngine("cuda:0", repeating(n))) for n in options.alone]
     engines += [(f"{n} ranks", lambda n=n: create("cuda", ranks=n)) for n in options.ranks]
     found: list[dict[str, Any]] = []
+    logits: dict[Any, Any] = {}
     for label, make in engines:
         engine = make()
         for precision in options.precision or ["int4-bf16"]:
-            found += measure(label, engine, options.file, precision, widths)
+            found += measure(label, engine, options.file, precision, widths, logits, "alone" not in label)
             if options.json:
                 options.json.write_text(json.dumps(found, indent=1) + "\n", "utf-8")
         if hasattr(engine, "close"):
