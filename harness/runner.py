@@ -6,10 +6,13 @@ Cells that share a bundle, a precision and a device share a session; one that sa
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import os
+import tempfile
 import time
 import traceback
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -64,7 +67,7 @@ class Runner:
         start = time.perf_counter()
         late = self.blank(point, Verdict.TIMEOUT, f"took longer than {self._seconds:g} s")
         try:
-            with limit(self._seconds, lambda: on_hang(late)):
+            with _turn(point), limit(self._seconds, lambda: on_hang(late)):
                 cell = self._judge(point)
         except CellTimeout:
             cell = late
@@ -143,6 +146,17 @@ class Runner:
         found = self._sessions.pop(_key(point), None)
         if found:
             _close(found[0])
+
+
+@contextlib.contextmanager
+def _turn(point: Point) -> Iterator[None]:
+    """One cell of several GPUs at a time on this machine: exchanges of two jobs would wait for each other's turns."""
+    if point.ranks == 1 or point.device != "cuda":
+        yield
+        return
+    with (Path(tempfile.gettempdir()) / f"kdtree-ranks-{os.getuid()}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def _key(point: Point) -> Key:

@@ -6,6 +6,7 @@ import itertools
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from _pytest.mark.expression import Expression
@@ -45,6 +46,29 @@ def test_a_config_has_the_precisions_it_names(tmp_path: Path) -> None:
         path.write_text(broken)
         with pytest.raises(MatrixError, match=r"some\.yaml: precisions: is .*, not a list of"):
             matrix.precisions_of(path)
+
+
+def test_several_ranks_run_what_they_can_share() -> None:
+    assert {"tiny", "eight", "wide"} <= set(matrix.rankable(2)) >= set(matrix.rankable(4)) > {"eight"}
+    assert matrix.rankable(8) == ("eight",)
+    assert not {"tiny2", "odd"} & set(matrix.rankable(2))  # three heads, five heads
+    for name in matrix.rankable(2):
+        assert recipe.load(name).model.num_heads % 2 == 0
+
+
+def test_a_run_has_several_ranks_where_there_are_devices_for_them() -> None:
+    def several(**options: Any) -> dict[tuple[str, int], set[str]]:
+        found: dict[tuple[str, int], set[str]] = {}
+        for point in matrix.of_run(["cpu", "cuda"], **options):
+            if point.ranks > 1:
+                found.setdefault((point.device, point.ranks), set()).add(point.config)
+        return found
+
+    assert several() == {("cpu", 2): set(matrix.RANKED_CONFIGS)}
+    assert set(several(gpus=5)) == {("cpu", 2), ("cuda", 2), ("cuda", 4)}
+    assert several(gpus=8)["cuda", 8] == {"eight"}
+    assert several(shared=False) == {}
+    assert {point.ranks for point in matrix.of_run(["cpu"], ranks=[2, 4])} == {2, 4}
 
 
 def test_neighbours_share_a_bundle_and_a_precision() -> None:

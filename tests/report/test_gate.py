@@ -20,7 +20,9 @@ from checkouts import git
 
 from harness.cells import FAILED, INCOMPLETE, INFRASTRUCTURE, PASSED, Cell, Ledger, Verdict
 from harness.gate import command as gate
+from harness.gate import rules
 from harness.ledger_format import ledger_bytes, seal
+from harness.matrix import expected
 from harness.sources import ROOT, describe
 
 ID = "int4-ddtree-tiny-noisy-cpu"
@@ -252,6 +254,23 @@ def test_a_required_device(green: Ledger, judge: Judge) -> None:
     part = tuple(id for id in both.expected if id != "fp32-ar-tiny-cuda")
     part_run = replace(both, expected=part, cells=tuple(cell for cell in both.cells if cell.id in part))
     only(judge(part_run, "--require-device", "cuda"), INCOMPLETE, "missing", "fp32-ar-tiny-cuda")
+
+
+def test_a_run_on_the_cpu_owes_the_cells_of_two_ranks() -> None:
+    """The chosen configs; or all that two can share, if it ran others as well."""
+    table: dict[str, tuple[str, ...]] = {"eight": (), "odd": (), "tiny": ()}
+    demand = rules.Demand(sources=runs.SOURCES, table=table, rankable={2: ("eight", "tiny")})
+
+    def missing(ranked: dict[int, tuple[str, ...]]) -> list[str]:
+        points = [point.id for point in expected(["cpu"], table, ranks=(1, 2), ranked=ranked)]
+        ledger = replace(runs.light(table), expected=tuple(sorted(points)))
+        found = rules.judge(ledger, demand)
+        return [f.message.split(":")[0] for f in found if f.kind in ("missing", "unexpected")]
+
+    assert missing({}) == ["fp32-ar-eight-cpu-x2", "int4-ar-eight-cpu-x2"]
+    assert missing({2: ("eight",)}) == []
+    assert missing({2: ("tiny",)}) == ["fp32-ar-eight-cpu-x2", "int4-ar-eight-cpu-x2"]
+    assert missing({2: ("eight", "tiny")}) == []
 
 
 def test_every_number_of_ranks_has_to_be_whole(green: Ledger, judge: Judge) -> None:
