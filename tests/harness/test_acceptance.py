@@ -47,12 +47,25 @@ def test_figures_and_equality() -> None:
 def test_acceptance_on_held_out_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A few tokens of each document: every output is AR's, trees commit 2.5 and at least what chains do."""
     out = tmp_path / "acceptance.json"
-    arguments = ["--precision", "int4", "--passages", "1", "--tokens", "24", "--budget", "15", "--json", str(out)]
+    arguments = [
+        "--precision",
+        "int4",
+        "--passages",
+        "1",
+        "--tokens",
+        "16",
+        "--prompt",
+        "32",
+        "--budget",
+        "15",
+        "--json",
+        str(out),
+    ]
     assert acceptance.main(arguments) == 0
     assert "equal to AR" in capsys.readouterr().out
     content = json.loads(out.read_text("utf-8"))
     (line,) = content["lines"]
-    assert content["request"]["tokens"] == 24
+    assert content["request"]["tokens"] == 16
     assert line["equal"]
     assert line["tree"]["value"] >= max(2.5, line["chain"]["value"])
     assert acceptance.main(["--config", "tiny"]) == 3
