@@ -136,6 +136,8 @@ class RankedEngine:
             threads = max(1, len(os.sched_getaffinity(0)) // self._ranks) if hasattr(os, "sched_getaffinity") else 1
             local = self._ranks // self._nodes.count
             environment = {"KDTREE_THREADS": str(threads), "OMP_NUM_THREADS": "1"}
+            # Calls of one process follow each other, each waited for: nothing that this support is for can happen.
+            environment["NCCL_GRAPH_MIXING_SUPPORT"] = os.environ.get("NCCL_GRAPH_MIXING_SUPPORT", "0")
             if "KDTREE_RANKS_GPUS" in os.environ:  # a test worker, which sees one GPU itself
                 environment["CUDA_VISIBLE_DEVICES"] = os.environ["KDTREE_RANKS_GPUS"]
             self._job = Job(self.device, local, self._rendezvous(), environment)

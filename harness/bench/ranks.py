@@ -84,13 +84,20 @@ def _block(name: str, shape: tuple[int, ...], rng: np.random.Generator) -> npt.N
 
 
 def measure(
-    label: str, engine: Engine, path: Path, precision: str, widths: Sequence[int], logits: dict[Any, Any], real: bool
+    label: str,
+    engine: Engine,
+    path: Path,
+    precision: str,
+    widths: Sequence[int],
+    logits: dict[Any, Any],
+    real: bool,
+    graphs: bool = True,
 ) -> list[dict[str, Any]]:
     """Microseconds a forward at every width; of ``real`` engines also whether all give the bits of the first."""
     model = ModelConfig.of(split(read(path).fields)[0], str(path))
     given = k26.requests(model, tuple(m for m in widths if m > 1), step.BLOCK)
     found = []
-    with engine.load(path, precision, max_rows=max(widths)) as session:  # type: ignore[attr-defined]
+    with engine.load(path, precision, max_rows=max(widths), graphs=graphs) as session:  # type: ignore[attr-defined]
         for m in widths:
             timing, decoded, rows = step.measure(session, given[m], RUNS)
             equal = None
@@ -125,6 +132,7 @@ def main() -> int:
     parser.add_argument("--precision", action="append", default=[], help="default: int4-bf16, K2.6's own")
     parser.add_argument("--ranks", type=int, action="append", default=[], help="real ones, a GPU each")
     parser.add_argument("--alone", type=int, action="append", default=[], help="the share of one of so many ranks")
+    parser.add_argument("--no-graphs", action="store_true", help="every launch by itself")
     parser.add_argument("--several-only", action="store_true", help="leave out one rank")
     parser.add_argument("-M", type=int, action="append", default=[], help="widths (default 1 and 16)")
     parser.add_argument("--json", type=Path)
@@ -141,7 +149,8 @@ def main() -> int:
     for label, make in engines:
         engine = make()
         for precision in options.precision or ["int4-bf16"]:
-            found += measure(label, engine, options.file, precision, widths, logits, "alone" not in label)
+            real, graphs = "alone" not in label, not options.no_graphs
+            found += measure(label, engine, options.file, precision, widths, logits, real, graphs)
             if options.json:
                 options.json.write_text(json.dumps(found, indent=1) + "\n", "utf-8")
         if hasattr(engine, "close"):
