@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import sys
 import tempfile
 import time
 import traceback
@@ -77,7 +78,10 @@ class Runner:
         except Exception as error:
             frames = traceback.extract_tb(error.__traceback__)
             where = f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else "?"
-            cell = self.blank(point, Verdict.ERROR, f"{type(error).__name__}: {error} (at {where})")
+            first, _, rest = str(error).partition("\n")
+            if rest:  # a job of ranks tells what each of them said: for the reader of this test, not for the ledger
+                print(error, file=sys.stderr, flush=True)
+            cell = self.blank(point, Verdict.ERROR, f"{type(error).__name__}: {first} (at {where})")
             failed = isinstance(error, DeviceError) and not isinstance(error, OutOfMemory)
             self.device_lost = failed or is_sticky(str(error))  # torch reports a lost context as a RuntimeError
         if cell.verdict is not Verdict.PASS:

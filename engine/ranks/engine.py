@@ -123,7 +123,8 @@ class RankedEngine:
         self.name = "csrc"
         self.device = device
         self._ranks = ranks
-        self._nodes = nodes or (Nodes.of(os.environ[VARIABLE]) if VARIABLE in os.environ else Nodes())
+        self.nodes = nodes or (Nodes.of(os.environ[VARIABLE]) if VARIABLE in os.environ else Nodes())
+        """The hosts of its jobs, and this one's place."""
         self._job: Job | None = None
         self._alone = CsrcEngine(device)
         atexit.register(self.close)
@@ -134,18 +135,18 @@ class RankedEngine:
         if self._job is None or self._job.failure:
             self.close()
             threads = max(1, len(os.sched_getaffinity(0)) // self._ranks) if hasattr(os, "sched_getaffinity") else 1
-            local = self._ranks // self._nodes.count
+            local = self._ranks // self.nodes.count
             environment = {"KDTREE_THREADS": str(threads), "OMP_NUM_THREADS": "1"}
             # Calls of one process follow each other, each waited for: nothing that this support is for can happen.
             environment["NCCL_GRAPH_MIXING_SUPPORT"] = os.environ.get("NCCL_GRAPH_MIXING_SUPPORT", "0")
             if "KDTREE_RANKS_GPUS" in os.environ:  # a test worker, which sees one GPU itself
                 environment["CUDA_VISIBLE_DEVICES"] = os.environ["KDTREE_RANKS_GPUS"]
-            self._job = Job(self.device, local, self._rendezvous(), environment)
+            self._job = Job(self.device, local, self.rendezvous(), environment)
         return RankedSession(self._job, self._job.ask("load", portable(path), precision, options))
 
-    def _rendezvous(self) -> Nodes:
+    def rendezvous(self) -> Nodes:
         """The first port of those agreed on that nothing else on this host has."""
-        n = self._nodes
+        n = self.nodes
         if n.count == 1:
             return n
         port = next((port for port in range(n.port, n.port + PORTS) if free(port)), 0)

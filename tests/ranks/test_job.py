@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from engine.ranks.engine import RankedEngine, RankedSession
-from engine.ranks.job import Job, Nodes
+from engine.ranks.job import PORTS, VARIABLE, Job, Nodes, free
+from engine.ranks.paths import fingerprint, here, portable
 from harness.bundles import ensure
 from harness.golden import Golden
 from harness.protocol import ConfigError, RankError
@@ -144,3 +145,36 @@ def test_a_model_that_cannot_be_shared_starts_no_process(golden: Golden, monkeyp
     monkeypatch.setattr("engine.ranks.engine.Job", None)
     with pytest.raises(ConfigError, match="num_heads: 3 ranks cannot share 4 evenly"):
         RankedEngine("cpu", 3).load(Path(golden.file.file), "int4")
+
+
+def test_a_port_that_is_taken_is_left_out() -> None:
+    """The next of the ports agreed on serves; that none is free says which were tried."""
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        held.listen()
+        port = held.getsockname()[1]
+        assert not free(port)
+        engine = RankedEngine("cpu", 2, Nodes(2, 0, "127.0.0.1", port))
+        assert port < engine.rendezvous().port < port + PORTS
+
+
+def test_a_host_s_place_is_read_from_its_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    place = Nodes(3, 1, "box.example", 23456)
+    assert Nodes.of(str(place)) == place
+    monkeypatch.setenv(VARIABLE, str(place))
+    assert RankedEngine("cpu", 3).nodes == place
+
+
+def test_bundles_are_found_wherever_a_host_keeps_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The name that rank 0 gives stands for the same file in another folder; two files that differ are told apart."""
+    first, second = tmp_path / "a" / "x.kdtr", tmp_path / "b" / "x.kdtr"
+    for number, path in enumerate((first, second)):
+        path.parent.mkdir()
+        path.write_bytes(bytes([number]) * 100)
+    monkeypatch.setenv("KDTREE_BUNDLES", str(first.parent))
+    name = portable(first)
+    assert here(name) == first
+    monkeypatch.setenv("KDTREE_BUNDLES", str(second.parent))
+    assert here(name) == second
+    assert here(str(first)) == first
+    assert fingerprint(first) != fingerprint(second) != fingerprint(tmp_path / "none")
