@@ -19,7 +19,9 @@ from engine.ranks.job import PORTS, VARIABLE, Job, Nodes, free
 from engine.ranks.paths import fingerprint, here, portable
 from harness.bundles import ensure
 from harness.golden import Golden
+from harness.matrix import parse
 from harness.protocol import ConfigError, RankError
+from harness.runner import Runner
 from harness.sources import ROOT
 
 ALLOWED = 30.0  # seconds from the fault to the end of everything
@@ -178,3 +180,17 @@ def test_bundles_are_found_wherever_a_host_keeps_them(tmp_path: Path, monkeypatc
     assert here(name) == second
     assert here(str(first)) == first
     assert fingerprint(first) != fingerprint(second) != fingerprint(tmp_path / "none")
+
+
+def test_a_cell_records_the_first_line_of_a_report(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: object) -> None:
+        raise RankError("rank 1 died\n  log of rank 1:\n    last words")
+
+    monkeypatch.setattr("harness.runner.create", fail)
+    runner = Runner("csrc", {}, seconds=30, host="box", worker="")
+    cell = runner.run(parse("fp32-ar-eight-cpu-x2"), print)
+    assert cell.detail.startswith("RankError: rank 1 died (at ")
+    assert "\n" not in cell.detail
+    assert "    last words" in capsys.readouterr().err
