@@ -31,6 +31,7 @@ from harness.sources import ROOT
 
 VARIABLE = "KDTREE_RANKS_NODES"
 """Says that this host's ranks are those of one of several hosts."""
+WORKER = "engine.ranks.worker"
 PORTS = 8  # one after the other from the first: one that is taken is left out, there as here
 START_SECONDS = 120.0  # for all ranks to say hello: they import torch, from a cold disk perhaps
 GRACE = 1.5  # seconds between the first sign of trouble and the verdict: others may know more
@@ -106,7 +107,7 @@ class Job:
         env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), env.get("PYTHONPATH", "")]))
         self._output = (self.folder / "torchrun.log").open("wb")
         self._torchrun = subprocess.Popen(
-            [*self._command(), "-m", "engine.ranks.worker", device],
+            [*self._command(), "-m", WORKER, device],
             env=env,
             stdin=subprocess.DEVNULL,
             stdout=self._output,
@@ -194,6 +195,7 @@ class Job:
             came = ", ".join(str(number) for number in sorted(self._ranks)) or "none"
             self._fail(f"not every rank came within {seconds:.0f} s; of {self._local} here: {came}", [])
         if self.failure:
+            self._listener.close()
             raise RankError(self.failure)
 
     def _accept(self) -> None:
@@ -291,9 +293,11 @@ class Job:
         return [line for file in files for line in _tail(file)] or ["(nothing)"]
 
     def _kill(self) -> None:
-        for pid in [*self.pids.values(), self._torchrun.pid]:
-            with contextlib.suppress(ProcessLookupError):  # also ends a process that is stopped
-                os.kill(pid, signal.SIGKILL)
+        for rank in self._ranks.values():
+            if _is_rank(rank.pid):
+                with contextlib.suppress(ProcessLookupError):  # also ends a process that is stopped
+                    os.kill(rank.pid, signal.SIGKILL)
+        self._torchrun.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._torchrun.wait(END_SECONDS)
         self._output.close()
@@ -302,6 +306,14 @@ class Job:
         with self._changed:
             self._changed.wait_for(lambda: bool(self.failure), SILENT + GRACE + END_SECONDS)
         return self.failure or "rank 0 closed its line"
+
+
+def _is_rank(pid: int) -> bool:
+    """Whether a process is a rank, and not another one that got the number of a rank that has ended."""
+    try:
+        return WORKER.encode() in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except FileNotFoundError:
+        return not Path("/proc/self").exists()  # a system without /proc: there the number has to do
 
 
 def _tail(path: Path) -> list[str]:

@@ -145,7 +145,7 @@ def main() -> int:
             command = exchange.say(command)
             if command == ("end",):
                 break
-            if command[0] != "call":
+            if command[0] in ("load", "close", "flip"):
                 log(f"{command[0]} {command[1:3]}")
             answer = worker.run(command)
             if control:
