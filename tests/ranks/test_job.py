@@ -10,10 +10,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from multiprocessing.connection import Listener
 from pathlib import Path
 
 import pytest
 
+from engine.ranks import watch
 from engine.ranks.engine import RankedEngine, RankedSession
 from engine.ranks.job import PORTS, VARIABLE, Job, Nodes, free
 from engine.ranks.paths import fingerprint, here, portable
@@ -194,3 +196,36 @@ def test_a_cell_records_the_first_line_of_a_report(
     assert cell.detail.startswith("RankError: rank 1 died (at ")
     assert "\n" not in cell.detail
     assert "    last words" in capsys.readouterr().err
+
+
+def test_a_call_without_progress_stops_the_beat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads that still run say nothing for a main thread that is stuck; one that goes on is heard again."""
+    ended = threading.Event()
+    monkeypatch.setattr(watch, "BEAT", 0.02)
+    monkeypatch.setattr(watch, "STUCK", 0.3)
+    monkeypatch.setattr(watch.os, "_exit", lambda status: ended.set())
+    monkeypatch.setenv(watch.ADDRESS, str(tmp_path / "line"))
+    monkeypatch.setenv(watch.KEY, "00" * 16)
+    with Listener(str(tmp_path / "line"), "AF_UNIX", authkey=bytes(16)) as listener:
+        made: list[watch.Watch] = []
+        rank = threading.Thread(target=lambda: made.append(watch.Watch(3)))
+        rank.start()
+        line = listener.accept()
+        rank.join()
+        assert line.recv() == ("hello", "3", str(os.getpid()))
+
+        def beats(seconds: float) -> int:
+            count, end = 0, time.monotonic() + seconds
+            while (left := end - time.monotonic()) > 0:
+                count += line.poll(left) and line.recv() == ("beat",)
+            return count
+
+        with made[0].busy():
+            assert beats(1.0) > 0
+            assert beats(0.4) == 0
+            made[0].progress()
+            assert beats(0.25) > 0
+        with made[0].busy(patient=True):
+            assert beats(0.6) > 3
+        line.close()
+        assert ended.wait(5)  # nobody is there who wants it: the rank ends
