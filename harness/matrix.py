@@ -28,8 +28,8 @@ DECODERS = ("ar", "ddtree")
 DEVICES = ("cpu", "cuda")
 DRAFTERS = ("oracle", "noisy", "hostile")
 """Of a config that names none; what `refs.recipe` takes too. ``dflash`` drafts where a config names it."""
-RANKED_CONFIGS = ("eight", "experts")
-"""What several ranks run unless all is asked for: one that up to eight can share, and one of many experts."""
+RANKED_CONFIGS = ("eight",)
+"""What several ranks run unless all is asked for: a model that up to eight can share, in every precision."""
 
 GPU_RANKS = (2, 4, 8)
 """Numbers of GPUs that a run uses together where it finds them."""
