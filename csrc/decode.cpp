@@ -54,7 +54,7 @@ void Session::check_request(const DecodeRequest& r) const {
     if (!(cost > 0.0) || std::isinf(cost)) refuse("RequestError", "a cost of " + std::to_string(cost) + " is not finite and above 0");
   }
   if (r.dflash) {
-    if (draft_block_ == 0) refuse("DrafterError", "the file has no drafter of its own; `kdtree import --drafter` puts one in");
+    if (!draft_config_) refuse("DrafterError", "the file has no drafter of its own; `kdtree import --drafter` puts one in");
     return;
   }
   if (r.draft_width != config_.vocab_size) {
@@ -79,6 +79,10 @@ void Session::reserve(const DecodeRequest& r) {
   if (r.tree) {
     if (!r.dflash) grow(draft_, sizeof(float) * v * static_cast<size_t>(r.draft_rows), "draft");
     grow(costs_, sizeof(double) * r.costs.size(), "tree.costs");
+    if (r.dflash && !drafter_ && collective_.ranks().lead()) {
+      drafter_ = std::make_unique<Drafter>(*backend_, config_, *draft_config_, draft_weights_, context_, max_rows_, forward_->state());
+      moved = forward_->need_scratch(drafter_->scratch_bytes()) || moved;
+    }
     moved = forward_->need_scratch(backend_->tree_scratch(config_.vocab_size, block_of(r), static_cast<int>(r.budget))) || moved;
   }
   if (r.record) {
@@ -228,7 +232,7 @@ std::vector<int32_t> Session::round(int64_t ticket) {
   }
   if (request_.record && request_.dflash) {
     const size_t old = draft_log_.size();
-    draft_log_.resize(old + static_cast<size_t>(draft_block_ - 1) * static_cast<size_t>(config_.vocab_size));
+    draft_log_.resize(old + static_cast<size_t>(draft_block() - 1) * static_cast<size_t>(config_.vocab_size));
     if (drafter_) backend_->download(draft_log_.data() + old, drafter_->logits(), sizeof(float) * (draft_log_.size() - old));
   }
   std::vector<int32_t> tokens(static_cast<size_t>(out.n_accepted));

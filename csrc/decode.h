@@ -84,7 +84,7 @@ class Session {
   int64_t recorded_trees_size(int64_t ticket) const;  // integers
   // What the own drafter gave in each round of a recorded decode: [rounds, L, V]; zeros on a rank that does not lead.
   const std::vector<float>& recorded_draft(int64_t ticket) const;
-  int draft_block() const { return draft_block_; }  // 0: the file has no drafter
+  int draft_block() const { return draft_config_ ? draft_config_->block_size : 0; }  // 0: the file has no drafter
 
  private:
   struct Rows {  // host copy of a step's rows
@@ -125,8 +125,9 @@ class Session {
   std::unique_ptr<StepMemory> step_;
   std::unique_ptr<Scrub> scrub_;  // with several ranks
   std::unique_ptr<Forward> forward_;
-  int draft_block_ = 0;
-  std::unique_ptr<Drafter> drafter_;  // on the lead, if the file has one
+  std::optional<DrafterConfig> draft_config_;
+  DrafterWeights draft_weights_{};    // on the lead, as what follows
+  std::unique_ptr<Drafter> drafter_;  // made by the first decode that drafts with it: its cache is as long as the context
   Buffer scores_;
   Buffer sum_;                    // this rank's checksum of a round
   Buffer draft_, logit_log_, tree_log_, costs_;  // grown on demand, kept between decodes

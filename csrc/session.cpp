@@ -35,13 +35,13 @@ Session::Session(std::unique_ptr<Backend> backend, std::shared_ptr<const KdtrFil
   step_ = std::make_unique<StepMemory>(*backend_, max_rows_, ranks);
   forward_ = std::make_unique<Forward>(*backend_, config_, weights_, *step_, collective_, precision.numerics, context_, max_rows_);
   scores_ = Buffer(*backend_, sizeof(double) * static_cast<size_t>(max_rows_), "tree.scores");
-  if (auto drafter = read_drafter(file_->view(), config_)) {
-    draft_block_ = drafter->block_size;
-    if (draft_block_ > std::numeric_limits<int>::max() - context_) throw Error("RequestError", "context plus draft_block_size exceeds 2^31-1");
+  draft_config_ = read_drafter(file_->view(), config_);
+  if (draft_config_) {
+    if (draft_config_->block_size > std::numeric_limits<int>::max() - context_) {
+      throw Error("RequestError", "context plus draft_block_size exceeds 2^31-1");
+    }
     if (ranks.lead()) {
-      DrafterWeights weights = load_drafter(*backend_, file_->view(), config_, *drafter, precision, ranks.alone() ? &weights_ : nullptr);
-      drafter_ = std::make_unique<Drafter>(*backend_, config_, std::move(*drafter), std::move(weights), context_, max_rows_, forward_->state());
-      forward_->need_scratch(drafter_->scratch_bytes());
+      draft_weights_ = load_drafter(*backend_, file_->view(), config_, *draft_config_, precision, ranks.alone() ? &weights_ : nullptr);
     }
   }
   if (ranks.alone()) return;

@@ -85,6 +85,18 @@ def test_the_prefill_may_come_in_any_chunks(device: str) -> None:
     assert same(done[0], done[2])
 
 
+def test_its_memory_is_taken_by_the_first_decode_that_drafts(device: str) -> None:
+    path = ensure(["dflash"])["dflash"]
+    golden = Golden.open(path, "fp32")
+    with create(device).load(path, "fp32") as session:
+        session.decode(golden.request())
+        before, _ = session.memory()
+        session.decode(golden.request("dflash"))
+        after, _ = session.memory()
+        session.decode(golden.request("dflash"))
+        assert session.memory()[0] == after > before
+
+
 def test_other_decodes_between_change_nothing(device: str) -> None:
     """With and without graphs; wider and narrower trees, a plain chain, AR and single steps in between."""
     path = ensure(["dflash"])["dflash"]
