@@ -25,8 +25,11 @@ from refs.model import Model
 
 BOUND = 2e-7
 """Of a row's mean square error over its mean square, met by SHARE of a tap's rows. A row without a value on the
-other side of a boundary is off by 1e-15, thousands of inputs of which a few are, give 1e-9, and rounding the result
-1e-7; a rounding left out or done twice gives 6e-7 in every row, a truncated one 3e-6."""
+other side of a boundary is off by 1e-15; one of thousands of inputs, of which a few are, by 1e-9, and by 1e-7 once it
+is rounded. Planted faults - roundings left out, done twice, cut off - are at 4e-6 to 3e-5."""
+KEPT = 1e-10
+"""The same of operations that read nothing but what was stored, so that both sides have the same inputs."""
+FROM_STORED = ("embed", "mla.out", "moe.weights", "out")
 SHARE = 0.9
 """One step of a row's largest value may exceed the bound, and does in one row of hundreds."""
 FREE = 4e-6
@@ -81,7 +84,7 @@ def _checks(golden: Golden, tap: str, kind: str, taps: Mapping[str, Array], righ
             _mean_square(name, tap, got[:CHUNK], right[:CHUNK], BOUND),
             *([_mean_square(f"{name}.far", tap, got[CHUNK:], right[CHUNK:], FREE)] if len(got) > CHUNK else []),
         ]
-    return [_mean_square(name, tap, got, right, BOUND)]
+    return [_mean_square(name, tap, got, right, KEPT if kind in FROM_STORED else BOUND)]
 
 
 def _mean_square(name: str, tap: str, got: Array, want: Array, allowed: float) -> Check:

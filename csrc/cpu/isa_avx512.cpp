@@ -22,7 +22,7 @@
 namespace kdtree::cpu::avx512 {
 namespace {
 
-constexpr int kMr = 4, kNr = 4, kMrInt4 = 4, kNrInt4 = 2, kMrSum = 8;  // within 32 registers of 16 lanes
+constexpr int kMr = 4, kNr = 4, kMrInt4 = 4, kNrInt4 = 2, kNrInt4One = 4, kMrSum = 8;  // within 32 registers of 16 lanes
 
 struct V {
   __m512 v;

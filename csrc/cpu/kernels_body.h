@@ -6,6 +6,8 @@
 inline float value_of(float x) { return x; }
 inline float value_of(uint16_t bits) { return bf16_value(bits); }
 
+constexpr int kAhead = 512;  // bytes; less leaves the memory waiting, twice as many are dropped from the cache again
+
 template <int Mr, int Nr, class T>
 inline __attribute__((always_inline)) void tile_plain(const T* const* x, const T* const* w, int k, float* y, int ldy) {
   V acc[Mr][Nr];
@@ -15,7 +17,10 @@ inline __attribute__((always_inline)) void tile_plain(const T* const* x, const T
   int p = 0;
   for (; p + 16 <= k; p += 16) {
     V b[Nr];
-    for (int j = 0; j < Nr; ++j) b[j] = V::load(w[j] + p);
+    for (int j = 0; j < Nr; ++j) {
+      b[j] = V::load(w[j] + p);
+      __builtin_prefetch(reinterpret_cast<const char*>(w[j] + p) + kAhead);
+    }
     for (int i = 0; i < Mr; ++i) {
       const V a = V::load(x[i] + p);
       for (int j = 0; j < Nr; ++j) acc[i][j] = fma(a, b[j], acc[i][j]);
@@ -50,6 +55,8 @@ void gemm_plain(const T* const* x, int m, const T* const* w, int n, int k, float
   for (; j < n; ++j) strip_plain<1>(x, m, w + j, k, y + j, ldy);
 }
 
+// Scales are widened sixteen at a time, so that the inner loop only broadcasts one from memory. Nibbles are asked for kAhead bytes
+// before they are needed; at the end of a row, those of the next tile's.
 template <int Mr, int Nr>
 inline __attribute__((always_inline)) void tile_int4(const float* const* x, const uint8_t* q, const uint16_t* scale, int groups,
                                                      float* y, int ldy) {
@@ -58,14 +65,25 @@ inline __attribute__((always_inline)) void tile_int4(const float* const* x, cons
     for (int j = 0; j < Nr; ++j) acc[i][j] = V::zero();
   }
   const int64_t row_bytes = static_cast<int64_t>(groups) * kGroupBytes;
-  for (int g = 0; g < groups; ++g) {
+  float scales[Nr][16];
+  for (int first = 0; first < groups; first += 16) {
+    const int some = groups - first < 16 ? groups - first : 16;
     for (int j = 0; j < Nr; ++j) {
-      V even, odd;
-      V::nibbles(q + j * row_bytes + g * kGroupBytes, even, odd);
-      const V s = V::set(bf16_value(scale[static_cast<int64_t>(j) * groups + g]));
-      for (int i = 0; i < Mr; ++i) {
-        const V part = fma(V::load(x[i] + g * kGroup + 16), odd, mul(V::load(x[i] + g * kGroup), even));
-        acc[i][j] = fma(part, s, acc[i][j]);
+      const uint16_t* bits = scale + static_cast<int64_t>(j) * groups + first;
+      (some == 16 ? V::load(bits) : load_tail(bits, some)).store(scales[j]);
+    }
+    for (int t = 0; t < some; ++t) {
+      const int g = first + t;
+      for (int j = 0; j < Nr; ++j) {
+        const int64_t at = static_cast<int64_t>(g) * kGroupBytes, ahead = at + kAhead;
+        if (g % 4 == 0) __builtin_prefetch(q + j * row_bytes + ahead + (ahead < row_bytes ? 0 : (Nr - 1) * row_bytes));
+        V even, odd;
+        V::nibbles(q + j * row_bytes + at, even, odd);
+        const V s = V::set(scales[j][t]);
+        for (int i = 0; i < Mr; ++i) {
+          const V part = fma(V::load(x[i] + g * kGroup + 16), odd, mul(V::load(x[i] + g * kGroup), even));
+          acc[i][j] = fma(part, s, acc[i][j]);
+        }
       }
     }
   }
@@ -85,13 +103,15 @@ inline __attribute__((always_inline)) void strip_int4(const float* const* x, int
 
 void gemm_int4(const float* const* x, int m, const uint8_t* q, const uint16_t* scale, int n, int groups, float* y, int ldy) {
   const int64_t row_bytes = static_cast<int64_t>(groups) * kGroupBytes;
+  const auto q_of = [&](int j) { return q + j * row_bytes; };
+  const auto scale_of = [&](int j) { return scale + static_cast<int64_t>(j) * groups; };
   int j = 0;
-  for (; j + kNrInt4 <= n; j += kNrInt4) {
-    strip_int4<kNrInt4>(x, m, q + j * row_bytes, scale + static_cast<int64_t>(j) * groups, groups, y + j, ldy);
+  // One row leaves registers for more outputs, and more streams of weights keep the memory busy.
+  for (; m == 1 && j + kNrInt4One <= n; j += kNrInt4One) {
+    tile_int4<1, kNrInt4One>(x, q_of(j), scale_of(j), groups, y + j, ldy);
   }
-  for (; j < n; ++j) {
-    strip_int4<1>(x, m, q + j * row_bytes, scale + static_cast<int64_t>(j) * groups, groups, y + j, ldy);
-  }
+  for (; j + kNrInt4 <= n; j += kNrInt4) strip_int4<kNrInt4>(x, m, q_of(j), scale_of(j), groups, y + j, ldy);
+  for (; j < n; ++j) strip_int4<1>(x, m, q_of(j), scale_of(j), groups, y + j, ldy);
 }
 
 template <class T>
