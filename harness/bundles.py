@@ -35,13 +35,14 @@ from harness.bundle_lock import (
 from harness.cells import FAILED, INFRASTRUCTURE, PASSED
 from harness.cli import Parser
 from harness.files import write_atomic
+from harness.matrix import is_large
 from refs import generate, recipe
 from refs.errors import RefError
 
 ROOT = Path(__file__).resolve().parent.parent
 PROCESSES = 2
-UNUSED_SECONDS = 7 * 24 * 3600
-"""A cache folder of other sources that no run has used for so long is removed."""
+UNUSED_SECONDS, LARGE_UNUSED_SECONDS = 7 * 24 * 3600, 24 * 3600
+"""A cache folder of other sources that no run has used for so long is removed; its large bundles go earlier."""
 
 Say = Callable[[str], None]
 
@@ -206,11 +207,18 @@ def _work(names: Sequence[str], folder: Path) -> None:
 
 
 def _drop_unused(current: Path) -> None:
-    """Remove cache folders of other sources that no run has asked for in a week."""
+    """Remove cache folders of other sources that no run has asked for in a week, and large bundles after a day."""
     for folder in current.parent.iterdir():
         is_ours = len(folder.name) == len(current.name) and all(c in "0123456789abcdef" for c in folder.name)
-        if is_ours and folder != current and time.time() - folder.stat().st_mtime > UNUSED_SECONDS:
+        if not is_ours or folder == current:
+            continue
+        unused = time.time() - folder.stat().st_mtime
+        if unused > UNUSED_SECONDS:
             shutil.rmtree(folder, ignore_errors=True)
+        elif unused > LARGE_UNUSED_SECONDS:
+            for path in folder.glob("*.kdtr"):
+                if is_large(path.stem):
+                    path.unlink(missing_ok=True)
 
 
 def main(argv: Sequence[str]) -> int:

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from refs.exact import Draws
 from refs.philox import philox
-from refs.quant import GROUP
+from refs.quant import GROUP, U16
 from refs.recipe import Recipe
 from refs.stated import LOTS, Stated, draw_nibbles, draw_scales
 
@@ -52,7 +52,8 @@ def stated(recipe: Recipe, name: str, k: int) -> Stated:
 def declared(recipe: Recipe) -> Declared:
     """KDTR type and shape of every tensor that the recipe's file holds."""
     out: Declared = {}
-    for name, (shape, kind) in recipe.model.stored("int4").items():
+    stored = [item for precision in recipe.precisions for item in recipe.model.stored(precision).items()]
+    for name, (shape, kind) in stored:
         if recipe.weights.stated and name.endswith(".qw"):
             out[name.removesuffix("qw") + "draw"] = ("i64", (5,))
         elif not (recipe.weights.stated and name.endswith(".sc")):
@@ -73,9 +74,11 @@ def parts(recipe: Recipe, name: str) -> Iterator[Array]:
         every = range(experts)
         yield from _in_order(partial(drawn, what, e, block, k) for e in every for block in _blocks(rows, k))
         return
-    shape = recipe.model.shapes()[name]
+    wide = name.removesuffix("bw") + "w" if suffix == "bw" else name
+    shape = recipe.model.shapes()[wide]
     blocks = _blocks(*((1, shape[0]) if len(shape) == 1 else shape))
-    yield from _in_order(partial(_rows, recipe, name, shape, block) for block in blocks)
+    made: Callable[..., Array] = _narrow_rows if suffix == "bw" else _rows
+    yield from _in_order(partial(made, recipe, wide, shape, block) for block in blocks)
 
 
 def _in_order(jobs: Iterable[Callable[[], Array]]) -> Iterator[Array]:
@@ -120,6 +123,11 @@ def _rows(recipe: Recipe, name: str, shape: tuple[int, ...], block: range) -> F3
         return value * np.float32(2.0 ** _exponent(w.router_bias / SPREAD))
     gain = w.router_gain if name.endswith("router.w") else w.logit_gain if name == "lm_head.w" else w.linear_gain
     return value * np.float32(2.0 ** _exponent(gain / SPREAD / math.sqrt(k)))
+
+
+def _narrow_rows(recipe: Recipe, name: str, shape: tuple[int, ...], block: range) -> U16:
+    """As `_rows`, the bits of the bf16 that each value is."""
+    return (_rows(recipe, name, shape, block).view(np.uint32) >> np.uint32(16)).astype(np.uint16)
 
 
 def _exponent(x: float) -> int:

@@ -154,8 +154,8 @@ def load(name: str, folder: Path = CONFIGS) -> Recipe:
         raise ConfigError(f"{path}: weights: checkpoint: {weights.checkpoint!r}: refs/ has no such folder of weights")
     if weights.stated and not weights.counter:
         raise ConfigError(f"{path}: weights: stated: only counted weights can be stated; set counter too")
-    if weights.counter and set(precisions) != {"int4"}:
-        raise ConfigError(f"{path}: precisions: counted experts are INT4 alone; leave fp32 out, and the bf16 ones")
+    if weights.counter and not set(precisions) <= {"int4", "int4-bf16"}:
+        raise ConfigError(f"{path}: precisions: counted experts are INT4 alone; leave fp32 and bf16 out")
     _check_ramp(model, f"{path}: model")
     return Recipe(name, " ".join(raw["purpose"].split()), model, drafter, weights, run, precisions, exact_ties, edges)
 

@@ -259,6 +259,19 @@ def test_unused_caches_go_and_nothing_else_does(tmp_path: Path, monkeypatch: pyt
     )
 
 
+def test_large_bundles_of_other_sources_go_after_a_day(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KDTREE_BUNDLES", str(tmp_path))
+    other = tmp_path / ("ab" * 8)
+    other.mkdir()
+    for name in ("k26_slice", "tiny"):
+        (other / f"{name}.kdtr").write_bytes(b"x")
+    for days, kept in ((0.9, {"k26_slice.kdtr", "tiny.kdtr"}), (1.1, {"tiny.kdtr"})):
+        then = time.time() - days * 24 * 3600
+        os.utime(other, (then, then))
+        bundles.ensure(["block1"])
+        assert {path.name for path in other.iterdir()} == kept
+
+
 def test_a_wrong_name_is_an_error_before_anything_is_made(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"nothing\.yaml"):
         bundles.ensure(["block1", "nothing"], tmp_path / "new")

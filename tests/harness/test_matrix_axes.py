@@ -96,16 +96,20 @@ def test_large_configs_are_expected_only_when_asked_for() -> None:
     assert [point for point in large if point in plain] == plain
     assert (
         {point.config for point in more}
-        == {"k26_layer", "k26_slice"}
+        == {"k26_bf16", "k26_layer", "k26_slice"}
         == set(filter(matrix.is_large, matrix.configs(scale=True)))
     )
-    assert {point.precision for point in more} == {"int4"}
+    assert {(p.config, p.precision) for p in more} == {
+        ("k26_bf16", "int4-bf16"),
+        ("k26_layer", "int4"),
+        ("k26_slice", "int4"),
+    }
     assert recipe.names() == list(matrix.configs())
 
 
 def test_a_config_has_cells_in_its_own_precisions_alone() -> None:
     points = [point for point in matrix.expected() if point.config in ("stated", "tiny")]
-    assert {point.precision for point in points if point.config == "stated"} == {"int4"}
+    assert {point.precision for point in points if point.config == "stated"} == {"int4", "int4-bf16"}
     assert {point.precision for point in points if point.config == "tiny"} == set(matrix.PRECISIONS)
 
 
