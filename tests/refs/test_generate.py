@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from refs import draw, edges, generate, golden, kdtr, quant, recipe
-from refs.config import F32_PRECISIONS
+from refs.config import BF16_PRECISIONS, F32_PRECISIONS
 from refs.drafters import DRAFTERS
 from refs.errors import ConfigError
 from refs.exact import Draws
@@ -48,12 +48,14 @@ def test_a_bundle_holds_what_the_page_lists(name: str) -> None:
     }
     n = file.tensor("golden.prompt").size
     known = {"meta.json", "golden.prompt"}
-    for precision in F32_PRECISIONS:
+    for precision in made.precisions:
+        rounding = precision in BF16_PRECISIONS
         stored = made.model.stored(precision)
         known |= set(stored)
         for tensor, (shape, kind) in stored.items():
             assert (file.entries[tensor].shape, file.entries[tensor].dtype) == (shape, kind)
-        at = f"golden.{precision}."
+        key = precision.replace("-", "_")
+        at = f"golden.{key}."
         t = file.tensor(at + "tokens").size
         want: dict[str, tuple[tuple[int, ...], str]] = {
             at + "tokens": ((t,), "i32"),
@@ -61,14 +63,16 @@ def test_a_bundle_holds_what_the_page_lists(name: str) -> None:
         }
         for tap in ("embed", *(f"layers.{i}.out" for i in range(made.model.num_layers))):
             want[at + "taps." + tap] = ((n + t, d), "f64")
-        for i in range(made.model.num_layers):
+        if rounding:
+            want[at + "decided"] = ((n + t,), "u8")
+        for i in () if rounding else range(made.model.num_layers):
             want[at + f"cache.layers.{i}.latent"] = ((n + t, made.model.kv_lora_rank), "f64")
             want[at + f"cache.layers.{i}.k_rope"] = ((n + t, made.model.qk_rope_head_dim), "f64")
         for drafter in run.drafters:
             rounds = file.tensor(f"{at}{drafter}.size").size
             rows = run.draft_rows or run.max_tokens - 1
             want |= {
-                f"draft.{precision}.{drafter}": ((rows, v), "f32"),
+                f"draft.{key}.{drafter}": ((rows, v), "f32"),
                 f"{at}{drafter}.size": ((rounds,), "i32"),
                 f"{at}{drafter}.tokens": ((rounds, run.budget + 1), "i32"),
                 f"{at}{drafter}.parents": ((rounds, run.budget + 1), "i32"),
@@ -83,12 +87,20 @@ def test_a_bundle_holds_what_the_page_lists(name: str) -> None:
         known |= set(want)
         for tensor, (shape, kind) in want.items():
             assert (file.entries[tensor].shape, file.entries[tensor].dtype) == (shape, kind), tensor
-        inside = ("out", "mla.latent", "mla.k_rope")
-        names = {"logits", "embed", *(f"layers.{i}.{tap}" for i in range(made.model.num_layers) for tap in inside)}
+        inside = ("out",) if rounding else ("out", "mla.latent", "mla.k_rope")
+        names = {
+            "logits",
+            "embed",
+            *(("logits.nmse", "logits.kl") if rounding else ()),
+            *(f"layers.{i}.{tap}" for i in range(made.model.num_layers) for tap in inside),
+        }
         assert set(meta["noise"][precision]) == set(meta["tolerance"][precision]) == names
         for key, noise in meta["noise"][precision].items():
-            assert meta["tolerance"][precision][key] == meta["multiple"] * noise
+            assert meta["tolerance"][precision][key] == (4 if rounding else meta["multiple"]) * noise
             assert (noise == 0) == (key == "embed")
+        if rounding:
+            assert file.tensor(at + "decided").mean() >= 1 / 3
+            continue
         for margin in meta["margins"][precision].values():
             assert margin > 16 * meta["noise"][precision]["logits"] or made.exact_ties
     assert set(file.tensors) == known
