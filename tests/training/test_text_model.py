@@ -23,6 +23,7 @@ from refs import checkpoint, draw, kdtr, recipe
 from refs.config import F32_PRECISIONS, ModelConfig
 from refs.drafter_config import of_file, split
 from refs.errors import CheckpointError
+from refs.exact import bf16_value
 from refs.quant import dequantise
 from training import corpus
 from training import drafter as draft
@@ -81,6 +82,9 @@ def test_importer_and_reference_read_the_same_model(imported: kdtr.Kdtr) -> None
     assert model == wanted.model
     assert of_file(drafter, imported.tensors, model, "imported") == wanted.drafter
     tensors = draw.weights(wanted, 0)
+    narrow = {name: tensors.pop(name) for name in list(tensors) if name.endswith(".bw")}
+    for name, bits in narrow.items():  # trained in bf16, so nothing is lost
+        np.testing.assert_array_equal(bf16_value(bits), tensors[name.removesuffix("bw") + "w"], err_msg=name)
     assert sorted([*tensors, "meta.json"]) == sorted(imported.tensors)
     for name, value in tensors.items():
         np.testing.assert_array_equal(value, imported.tensor(name), err_msg=name)
