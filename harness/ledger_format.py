@@ -12,7 +12,7 @@ import math
 import types
 import typing
 from collections.abc import Mapping
-from dataclasses import asdict, fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from enum import Enum
 from functools import cache
 from typing import Any, NoReturn, TypeVar
@@ -27,7 +27,9 @@ class LedgerError(Exception):
 
 
 def _plain(value: Any) -> Any:
-    """JSON values only, keys sorted by the writer; NaN and infinities as strings."""
+    """JSON values only, records as mappings, keys sorted by the writer; NaN and infinities as strings."""
+    if is_dataclass(value):
+        return {f.name: _plain(getattr(value, f.name)) for f in fields(value)}
     if isinstance(value, Enum):
         return value.value
     if isinstance(value, float) and not math.isfinite(value):
@@ -52,7 +54,7 @@ def seal(content: Mapping[str, Any]) -> bytes:
 
 
 def _cell_content(cell: Cell) -> dict[str, Any]:
-    content = _plain(asdict(cell))
+    content = _plain(cell)
     for check, plain in zip(cell.checks, content["checks"], strict=True):
         plain["ok"] = check.ok
     return dict(content)
@@ -60,7 +62,7 @@ def _cell_content(cell: Cell) -> dict[str, Any]:
 
 def ledger_bytes(ledger: Ledger) -> bytes:
     """The ledger's file."""
-    return seal({**_plain(asdict(ledger)), "cells": [_cell_content(cell) for cell in ledger.cells]})
+    return seal({**_plain(replace(ledger, cells=())), "cells": [_cell_content(cell) for cell in ledger.cells]})
 
 
 def cell_bytes(cell: Cell) -> bytes:

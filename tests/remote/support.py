@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -142,7 +143,14 @@ class Remote:
         argv += ["--ssh-config", str(self.server.options.config), *arguments]
         argv += [] if "--" in arguments else ["--", "-n", "0"]
         process = subprocess.Popen(
-            argv, cwd=self.checkout, stdout=out, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT
+            argv,
+            cwd=self.checkout,
+            stdout=out,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=ENVIRONMENT,
+            # a shell starts what runs in the background with this ignored, tests included
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
         return process, run_dir
 
