@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import multiprocessing.connection
 import os
-import re
 import secrets
 import shutil
 import signal
@@ -20,11 +19,12 @@ import tempfile
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, Listener
 from pathlib import Path
 from typing import Any
 
+from engine.ranks.verdict import OUTPUT, Rank, blame, report
 from engine.ranks.watch import ADDRESS, KEY, SILENT
 from harness.protocol import RankError
 from harness.sources import ROOT
@@ -36,7 +36,6 @@ PORTS = 8  # one after the other from the first: one that is taken is left out, 
 START_SECONDS = 120.0  # for all ranks to say hello: they import torch, from a cold disk perhaps
 GRACE = 1.5  # seconds between the first sign of trouble and the verdict: others may know more
 END_SECONDS = 10.0  # for ranks that were told to end
-LOG_LINES = 40
 
 
 @dataclass(frozen=True)
@@ -59,27 +58,6 @@ class Nodes:
         return f"{self.count},{self.node},{self.address},{self.port}"
 
 
-@dataclass
-class _Rank:
-    """What is known of one rank of this host."""
-
-    number: int
-    pid: int
-    heard: float = field(default_factory=time.monotonic)
-    words: tuple[str, str] | None = None
-    silent: bool = False
-    gone: bool = False
-
-    @property
-    def done(self) -> bool:
-        """It was told to end, and did."""
-        return self.words is not None and self.words[0] == "done"
-
-    @property
-    def in_trouble(self) -> bool:
-        return not self.done and (self.gone or self.silent or self.words is not None)
-
-
 class Job:
     """``torchrun`` and its ranks on this host; on node 0 also the line over which commands go to rank 0."""
 
@@ -95,7 +73,7 @@ class Job:
         self._nodes = nodes or Nodes()
         self._local = ranks
         self.folder = Path(tempfile.mkdtemp(prefix="kdtree-ranks-"))
-        self._ranks: dict[int, _Rank] = {}
+        self._ranks: dict[int, Rank] = {}
         self._changed = threading.Condition()
         self._control: Connection | None = None
         self._ending = False
@@ -105,7 +83,7 @@ class Job:
         self._listener = Listener(str(self.folder / "line"), "AF_UNIX", backlog=4 * ranks, authkey=key)
         env = {**os.environ, ADDRESS: str(self.folder / "line"), KEY: key.hex(), **(environment or {})}
         env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), env.get("PYTHONPATH", "")]))
-        self._output = (self.folder / "torchrun.log").open("wb")
+        self._output = (self.folder / OUTPUT).open("wb")
         self._torchrun = subprocess.Popen(
             [*self._command(), "-m", WORKER, device],
             env=env,
@@ -212,11 +190,11 @@ class Job:
                     self._control = line
                     self._changed.notify_all()
                     continue
-                rank = self._ranks[int(first[1])] = _Rank(int(first[1]), int(first[2]))
+                rank = self._ranks[int(first[1])] = Rank(int(first[1]), int(first[2]))
                 self._changed.notify_all()
             threading.Thread(target=self._listen, args=(rank, line), name=f"rank-{rank.number}", daemon=True).start()
 
-    def _listen(self, rank: _Rank, line: Connection) -> None:
+    def _listen(self, rank: Rank, line: Connection) -> None:
         with contextlib.suppress(EOFError, OSError):
             while True:
                 message = line.recv()
@@ -240,57 +218,15 @@ class Job:
             return
         time.sleep(GRACE)
         if not self._ending:
-            self._fail(*self._blame())
-
-    def _blame(self) -> tuple[str, list[int]]:
-        """The first line of the verdict, and the ranks by guilt."""
-        ranks = sorted(self._ranks.values(), key=lambda r: r.number)
-        kinds: list[tuple[str, list[_Rank]]] = [
-            ("diverged", [r for r in ranks if r.words and r.words[0] == "diverged"]),
-            ("hung", [r for r in ranks if r.silent]),
-            ("died", [r for r in ranks if r.gone and not r.words]),
-            ("failed", [r for r in ranks if r.words and r.words[0] == "error"]),
-            ("waited", [r for r in ranks if r.words and r.words[0] == "waited"]),
-        ]
-        order = [rank.number for _, some in kinds for rank in some]
-        for kind, some in kinds:
-            if not some:
-                continue
-            rank = some[0]
-            said = rank.words[1] if rank.words else ""
-            text = {
-                "hung": f"was not heard of for {SILENT:.0f} s (pid {rank.pid}): stopped, or stuck",
-                "died": f"died{self._status(rank.pid)} (pid {rank.pid})",
-                "waited": f"lost the others: {said}",
-            }.get(kind, f"{kind}: {said}")
-            return f"rank {rank.number} {text}", order
-        return f"torchrun ended with status {self._torchrun.returncode} before every rank had come", order
-
-    def _status(self, pid: int) -> str:
-        """How torchrun says that a process ended."""
-        log = (self.folder / "torchrun.log").read_text("utf-8", "replace")
-        found = re.search(rf"exitcode\s*:?\s*(-?\d+)[^\n]*?pid:\s*{pid}\b", log)
-        if not found:
-            return ""
-        code = int(found[1])
-        return f" of {signal.Signals(-code).name}" if code < 0 else f" with status {code}"
+            self._fail(*blame(self._ranks.values(), self.folder, self._torchrun.poll()))
 
     def _fail(self, line: str, order: list[int]) -> None:
         self._kill()
-        rest = [number for number in sorted(self._ranks) if number not in order]
-        parts = [line]
-        for number in [*order, *rest]:
-            parts += [f"  log of rank {number}:", *(f"    {text}" for text in self._log(number))]
-        parts += ["  torchrun:", *(f"    {text}" for text in _tail(self.folder / "torchrun.log"))]
+        first = self._nodes.node * self._local
         with self._changed:
-            self.failure = "\n".join([*parts, f"  all of it: {self.folder}"])
+            self.failure = report(line, order, sorted(self._ranks), first, self.folder)
             (self.folder / "report.txt").write_text(self.failure + "\n", "utf-8")
             self._changed.notify_all()
-
-    def _log(self, number: int) -> list[str]:
-        first = self._nodes.node * self._local
-        files = sorted(self.folder.glob(f"*/attempt_0/{number - first}/std*.log"), reverse=True)
-        return [line for file in files for line in _tail(file)] or ["(nothing)"]
 
     def _kill(self) -> None:
         for rank in self._ranks.values():
@@ -314,13 +250,6 @@ def _is_rank(pid: int) -> bool:
         return WORKER.encode() in Path(f"/proc/{pid}/cmdline").read_bytes()
     except FileNotFoundError:
         return not Path("/proc/self").exists()  # a system without /proc: there the number has to do
-
-
-def _tail(path: Path) -> list[str]:
-    try:
-        return path.read_text("utf-8", "replace").splitlines()[-LOG_LINES:]
-    except OSError:
-        return []
 
 
 def free(port: int) -> bool:
