@@ -109,8 +109,11 @@ def _serve() -> None:
 
     import harness.plugin
     import harness.reports.html
-    import harness.wrong_engine  # noqa: F401
+    import harness.wrong_engine
 
+    pages = harness.reports.html._environment()
+    for template in pages.list_templates(extensions=["jinja"]):
+        pages.get_template(template)  # compiled here, for every command that writes a report
     for line in sys.stdin:
         print(json.dumps(_fork(json.loads(line))), flush=True)
 

@@ -35,6 +35,7 @@ def start(forks: Forks, tmp_path: Path) -> Command:
         own = ("PYTEST_", "KDTREE_THREADS", "OMP_NUM_THREADS")
         environment = {name: value for name, value in os.environ.items() if not name.startswith(own)}
         sites = [str(path)] if path else []
+        environment.setdefault("CUDA_VISIBLE_DEVICES", "")  # no engine here needs one, and asking the driver takes time
         environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *sites])
         return forks.run(tmp_path, *command, env=environment, path=sites)
 
