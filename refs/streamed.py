@@ -6,7 +6,6 @@ outputs are what threads share.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -21,7 +20,7 @@ from refs.weights import Index, check, expert, plain
 
 COLUMNS = 256  # outputs whose weights are converted at a time, by one thread
 TILE = 16  # outputs whose products are held at once
-THREADS = 8  # at most: more wait for Python's lock
+THREADS = 2  # more wait for Python's lock: 8 on 32 cores took longer than 2 on 2
 Item = TypeVar("Item")
 
 
@@ -111,6 +110,6 @@ def _product(x: F, w: npt.NDArray[Any], summation: Summation) -> F:
 
 
 def _share(task: Callable[[Item], None], items: Iterable[Item]) -> None:
-    with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1)) as pool:
+    with ThreadPoolExecutor(THREADS) as pool:
         for done in pool.map(task, items):
             del done  # an error of a task is raised here
