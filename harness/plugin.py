@@ -10,6 +10,7 @@ do not reach them.
 
 from __future__ import annotations
 
+import importlib
 import os
 import shlex
 import socket
@@ -126,8 +127,6 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     try:
         run = config.stash[RUN] = _make_run(config)
         wanted = config.getoption("numprocesses", None)
-        if wanted and config.getoption("--scale"):
-            config.option.dist = "loadgroup"
         if run is not None and run.gpus and wanted:
             if not isinstance(wanted, int):
                 wanted = config.hook.pytest_xdist_auto_num_workers(config=config)
@@ -156,6 +155,22 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         pytest.exit(f"kdtree: {error}", INFRASTRUCTURE)
 
 
+def scope_of(nodeid: str) -> str:
+    """What one worker runs as a whole: a test, or all cells of large configs, whose weights two would hold twice."""
+    inner = nodeid.partition(f"{MATRIX.name}::test_cell[")[2]
+    return SCALE if inner and is_large(parse(inner[:-1]).config) else nodeid
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """xdist, in the controller: the order of its own, the large cells on one worker."""
+    if not config.getoption("--scale"):
+        return None
+    scheduler = importlib.import_module("xdist.scheduler").LoadScopeScheduling(config, log)
+    scheduler._split_scope = scope_of  # the method that its documentation offers for other scopes
+    return scheduler
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
     """xdist, in the controller: hand the run to a worker."""
@@ -171,7 +186,7 @@ def pytest_handlecrashitem(crashitem: str, report: Any, sched: Any) -> None:
     if run is None or f"{MATRIX.name}::" not in crashitem:
         return
     runner = Runner(run.plan.engine, {}, seconds=0, host=run.host, worker=report.node.gateway.id)
-    point = parse(crashitem[crashitem.index("[") + 1 : crashitem.rindex("]")])
+    point = parse(crashitem[crashitem.index("[") + 1 : -1])
     record = runner.blank(point, Verdict.ERROR, "the worker died in this cell")
     try:
         ledgers.record(record, run.run_dir)
@@ -207,10 +222,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             raise pytest.UsageError(str(error)) from error
     else:
         ids = []
-    # One worker runs all cells of the large configs: two would hold their weights twice.
-    alone = pytest.mark.xdist_group(SCALE)
-    cells = [pytest.param(id, marks=alone if is_large(parse(id).config) else ()) for id in ids]
-    metafunc.parametrize("cell", cells, ids=ids)
+    metafunc.parametrize("cell", ids, ids=ids)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

@@ -9,7 +9,6 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import pytest
@@ -17,6 +16,7 @@ import pytest
 from harness import ledger as ledgers
 from harness import plugin
 from harness.cells import Ledger, Verdict
+from harness.matrix import SCALE
 from harness.sources import ROOT
 from tests.harness.forked import Forks
 
@@ -227,14 +227,8 @@ def test_the_matrix_as_json_is_the_expected_set(start: Command) -> None:
     assert listed.stdout.split() == [entry["id"] for entry in json.loads(done.stdout)]
 
 
-def test_a_death_in_a_large_cell_is_recorded_under_its_id(tmp_path: Path) -> None:
-    """xdist adds a group's name to the node ids of cells that share a worker."""
-    run = SimpleNamespace(plan=SimpleNamespace(engine="csrc"), host="box", run_dir=tmp_path)
-    sched = SimpleNamespace(config=SimpleNamespace(stash={plugin.RUN: run}))
-    report = SimpleNamespace(node=SimpleNamespace(gateway=SimpleNamespace(id="gw1")), longrepr="")
-    crashed = "tests/test_matrix.py::test_cell[int4-ar-k26_slice-cpu]@scale"
-    plugin.pytest_handlecrashitem(crashed, report, sched)
-    (record,) = ledgers.collect(tmp_path)
-    assert (record.id, record.verdict) == ("int4-ar-k26_slice-cpu", Verdict.ERROR)
-    assert record.rerun == "nox -s test -- -k int4-ar-k26_slice-cpu --scale"
-    assert "the worker died in this cell" in str(report.longrepr)
+def test_large_cells_are_one_worker_s_and_nothing_else_is() -> None:
+    cell = "tests/test_matrix.py::test_cell[{}]".format
+    assert {plugin.scope_of(cell(f"int4-ar-k26_{name}-cpu")) for name in ("slice", "layer")} == {SCALE}
+    for other in (cell("int4-ar-tiny-cpu"), "tests/refs/test_exact.py::test_x[k26_slice]"):
+        assert plugin.scope_of(other) == other
