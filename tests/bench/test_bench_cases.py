@@ -20,6 +20,7 @@ def test_every_operation_of_the_bindings_has_cases_in_both_families(device: str)
     text = (ROOT / "csrc" / "bindings_ops.cpp").read_text("utf-8")
     bound = set(re.findall(r'm\.impl\("(\w+)"', text)) - {"backend_open", "backend_close", "backend_counters"}
     bound -= {"isa_names"}
+    bound -= {"unshard", "checksum", "draw_experts"}  # of several ranks, which `bench.ranks` times, and of loading
     assert len(bound) >= 15
     for family in ("tiny", "k26"):
         assert {case.op for case in cases(device) if case.family == family} == bound
