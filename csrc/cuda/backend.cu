@@ -50,6 +50,8 @@ CudaBackend::CudaBackend(int device, bool poison) : device_(device), poison_(poi
   KD_CUDA(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device_));
   KD_CUDA(cudaDeviceGetAttribute(&shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, device_));
   shared_limit_ = static_cast<size_t>(shared);
+  int multiprocessors = 0;
+  KD_CUDA(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device_));
   if (major < 8) throw Error("DeviceError", name_ + " is " + arch_name(major, minor) + "; this engine needs sm_80 or newer");
   cudaFuncAttributes image{};
   const cudaError_t loaded = cudaFuncGetAttributes(&image, poison_kernel);
@@ -63,6 +65,8 @@ CudaBackend::CudaBackend(int device, bool poison) : device_(device), poison_(poi
   // Code compiled for an older architecture lacks the wait that overlapping needs, even on a device that could overlap.
   const char* choice = std::getenv("KDTREE_CUDA_OVERLAP");
   overlaps_ = major >= 9 && image.ptxVersion >= 90 && !(choice != nullptr && std::strcmp(choice, "0") == 0);
+  // Clusters need an image of Hopper's level as much as the wait does.
+  device_shape_ = {major >= 9 && image.ptxVersion >= 90, multiprocessors, shared_limit_};
   KD_CUDA(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking));
   KD_CUDA(cudaMallocHost(reinterpret_cast<void**>(&staging_), kStaging));
 }
@@ -105,6 +109,30 @@ void CudaBackend::reserve_shared(const void* kernel, const char* counter, size_t
   if (whole <= kDefaultShared) return;
   KD_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)));
   reserved = bytes;
+}
+
+int CudaBackend::resident_clusters(const void* kernel, const char* counter, int cluster, int threads, size_t shared_bytes) {
+  int& known = resident_clusters_[{kernel, shared_bytes}];
+  if (known > 0) return known;
+  reserve_shared(kernel, counter, shared_bytes);
+  int count = 0;
+  if (cluster == 1) {
+    KD_CUDA(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&count, kernel, threads, shared_bytes));
+    count *= device_shape_.multiprocessors;
+  } else {
+    cudaLaunchAttribute attribute{};
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim.x = static_cast<unsigned>(cluster);
+    attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+    cudaLaunchConfig_t config{};
+    config.gridDim = dim3(static_cast<unsigned>(cluster));
+    config.blockDim = dim3(static_cast<unsigned>(threads));
+    config.dynamicSmemBytes = shared_bytes;
+    config.attrs = &attribute;
+    config.numAttrs = 1;
+    KD_CUDA(cudaOccupancyMaxActiveClusters(&count, kernel, &config));
+  }
+  return known = std::max(count, 1);
 }
 
 char* CudaBackend::take(size_t bytes, const char* what) {

@@ -13,6 +13,7 @@
 
 #include "../ops.h"
 #include "check.h"
+#include "stream_plan.h"
 
 namespace kdtree {
 
@@ -82,28 +83,50 @@ class CudaBackend final : public Backend {
     std::map<std::string, uint64_t> launches;
   };
 
-  // Launches a kernel on the private stream, counts it and checks the launch. `counter` is its name in counters().
+  // Launches a kernel on the private stream, counts it and checks the launch. `counter` is its name in counters(). cluster: blocks that
+  // run together and share their memory, a divisor of grid.x.
   template <typename... Parameters, typename... Arguments>
-  void launch(const char* counter, void (*kernel)(Parameters...), dim3 grid, int threads, size_t shared_bytes,
-              Arguments&&... arguments) {
-    cudaLaunchAttribute overlap{};
-    overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    overlap.val.programmaticStreamSerializationAllowed = 1;
+  void launch_clusters(const char* counter, void (*kernel)(Parameters...), int cluster, dim3 grid, int threads, size_t shared_bytes,
+                       Arguments&&... arguments) {
+    cudaLaunchAttribute attributes[2]{};
+    int count = 0;
+    if (overlaps_ && after_kernel_) {
+      attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+      attributes[count++].val.programmaticStreamSerializationAllowed = 1;
+    }
+    if (cluster > 1) {
+      attributes[count].id = cudaLaunchAttributeClusterDimension;
+      attributes[count].val.clusterDim.x = static_cast<unsigned>(cluster);
+      attributes[count].val.clusterDim.y = attributes[count].val.clusterDim.z = 1;
+      ++count;
+    }
     cudaLaunchConfig_t config{};
     config.gridDim = grid;
     config.blockDim = dim3(static_cast<unsigned>(threads));
     config.dynamicSmemBytes = shared_bytes;
     config.stream = stream_;
-    config.attrs = &overlap;
-    config.numAttrs = overlaps_ && after_kernel_ ? 1 : 0;
+    config.attrs = attributes;
+    config.numAttrs = static_cast<unsigned>(count);
     const cudaError_t code = cudaLaunchKernelEx(&config, kernel, std::forward<Arguments>(arguments)...);
     if (code != cudaSuccess) fail_launch(code, counter, grid, threads, shared_bytes);
     after_kernel_ = true;
     ++(*counting_)[counter];
   }
+  template <typename... Parameters, typename... Arguments>
+  void launch(const char* counter, void (*kernel)(Parameters...), dim3 grid, int threads, size_t shared_bytes,
+              Arguments&&... arguments) {
+    launch_clusters(counter, kernel, 1, grid, threads, shared_bytes, std::forward<Arguments>(arguments)...);
+  }
   [[noreturn]] void fail_launch(cudaError_t code, const char* counter, dim3 grid, int threads, size_t shared_bytes) const;
   // Lets `kernel` be launched with so much dynamic shared memory, also above the 48 KiB that need no asking; throws what the device lacks.
   void reserve_shared(const void* kernel, const char* counter, size_t bytes);
+  // Clusters of `cluster` blocks of a kernel that the device runs at a time, at least 1. Reserves the shared memory.
+  int resident_clusters(const void* kernel, const char* counter, int cluster, int threads, size_t shared_bytes);
+
+  // The products of bf16 activations on tensor cores (stream_plan.h says for which); false: the generic kernel must.
+  bool linear_stream(const LinearArgs& a);
+  bool gate_up_stream(const MoeArgs& a);
+  bool down_stream(const MoeArgs& a);
 
   void enter(const char* call, bool capturable);
   char* take(size_t bytes, const char* what);
@@ -117,6 +140,8 @@ class CudaBackend final : public Backend {
   bool after_kernel_ = false;  // the stream's last item is a kernel: only then may the next one overlap it
   size_t shared_limit_ = 0;    // dynamic shared memory a block may have, bytes
   std::unordered_map<const void*, size_t> shared_reserved_;
+  stream::Device device_shape_{};
+  std::map<std::pair<const void*, size_t>, int> resident_clusters_;
 
   std::map<char*, Allocation> allocations_;
   MemoryInfo memory_{0, 0};

@@ -120,6 +120,7 @@ void CudaBackend::linear(const LinearArgs& a) {
                                     " and " + std::to_string(a.w[1].n) + ", k " + std::to_string(k) + " and " +
                                     std::to_string(a.w[1].k));
   }
+  if (linear_stream(a)) return;
   LinearParams p{};
   p.x = a.x, p.ldx = a.ldx, p.k = k, p.norm_w = a.norm_w, p.eps = a.eps, p.epilogue = a.epilogue, p.max_rows = a.max_rows,
   p.n_rows = a.n_rows;

@@ -1,0 +1,378 @@
+// Streaming of weights through tensor cores: the core of linear and moe for bf16 activations.
+//
+// A tile is 16 weight rows. K is cut into kSegments segments of whole granules; a warp streams one segment of MT tiles through its own
+// ring in shared memory (cp.async, no block barrier) in units of 16 rows x 64 bytes: 128 int4 values or 32 bf16 values a row, as they
+// lie in the file. Weights are the 16-row operand of mma.m16n8k16 and activations its 8-column one, so up to 8 rows of
+// activations cost one tile.
+// Reduction order of an output, a function of K and the kind alone, whatever the number of rows, outputs, warps, blocks or clusters:
+//   int4: a group's 32 products of q and x are summed by two mma from zero, then acc = fma(sum, scale, acc), groups ascending;
+//   bf16: acc = mma(mma(acc)) by 32 elements, ascending;
+//   then the segments' sums are added in ascending order.
+// q is exact in bf16, so the weight is the real number q * scale. Beyond K both operands are zeros.
+#pragma once
+#include <type_traits>
+
+#include "device.cuh"
+#include "stream_plan.h"
+
+namespace kdtree {
+namespace cuda {
+
+using stream::kColumns;
+using stream::kRingBytes;
+using stream::kSegments;
+using stream::kTileRows;
+constexpr int kUnitBytes = 1024;  // 16 rows x 64 bytes; the scales of a tile's four groups follow
+
+// Elements of K in a unit.
+template <WeightKind KIND>
+constexpr int kUnitK = stream::unit_of(KIND);
+
+__device__ __forceinline__ uint32_t shared_address(const void* p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
+
+// there: 16, or 0 to write zeros and read nothing.
+__device__ __forceinline__ void copy16(uint32_t to, const void* from, uint32_t there) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(there) : "memory");
+}
+__device__ __forceinline__ void copy8(uint32_t to, const void* from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(to), "l"(from) : "memory");
+}
+__device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int PENDING>
+__device__ __forceinline__ void copy_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+}
+
+__device__ __forceinline__ void load_matrices(uint32_t (&w)[4], uint32_t at) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3])
+               : "r"(at)
+               : "memory");
+}
+__device__ __forceinline__ uint4 load_shared16(uint32_t at) {
+  uint4 v;
+  asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at) : "memory");
+  return v;
+}
+__device__ __forceinline__ uint2 load_shared8(uint32_t at) {
+  uint2 v;
+  asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(at) : "memory");
+  return v;
+}
+
+// d = a b + c, 16x8x16, bf16 operands, f32 sums.
+__device__ __forceinline__ void multiply_add(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, const float (&c)[4]) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%11,%12,%13};"
+      : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(c[0]), "f"(c[1]), "f"(c[2]), "f"(c[3]));
+}
+
+// Nibbles e and e+4 of a word (shifted down by 4e) as two bf16 numbers q = nibble - 8, exactly: 0x4300 + nibble is 128 + nibble in bf16.
+__device__ __forceinline__ uint32_t nibble_pair(uint32_t word) {
+  uint32_t v;
+  asm("lop3.b32 %0, %1, 0x000f000f, 0x43004300, 0xea;" : "=r"(v) : "r"(word));
+  asm("fma.rn.bf16x2 %0, %0, %1, %2;" : "+r"(v) : "r"(0x3f803f80u), "r"(0xc308c308u));
+  return v;
+}
+
+__device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
+  uint32_t v;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(v) : "f"(high), "f"(low));
+  return v;
+}
+
+__device__ __forceinline__ uint16_t round_bf16(float v) { return static_cast<uint16_t>(pack_bf16(v, 0.f)); }
+
+// Eight consecutive bf16 numbers in the order in which a lane multiplies them: (0,4) (1,5) (2,6) (3,7), the nibbles' own order.
+__device__ __forceinline__ uint4 in_order(const uint4& v) {
+  return make_uint4(__byte_perm(v.x, v.z, 0x5410), __byte_perm(v.x, v.z, 0x7632), __byte_perm(v.y, v.w, 0x5410),
+                    __byte_perm(v.y, v.w, 0x7632));
+}
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+#define KD_CLUSTERS 1
+#else
+#define KD_CLUSTERS 0
+#endif
+
+// Barrier of a cluster of CL blocks in two halves; with CL = 1 of the block.
+template <int CL>
+__device__ __forceinline__ void cluster_arrive() {
+#if KD_CLUSTERS
+  if constexpr (CL > 1) {
+    __syncwarp();
+    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+  }
+#endif
+}
+template <int CL>
+__device__ __forceinline__ void cluster_wait() {
+#if KD_CLUSTERS
+  if constexpr (CL > 1) asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+#endif
+  if constexpr (CL == 1) __syncthreads();
+}
+template <int CL>
+__device__ __forceinline__ int cluster_rank() {
+#if KD_CLUSTERS
+  if constexpr (CL > 1) {
+    uint32_t rank;
+    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return static_cast<int>(rank);
+  }
+#endif
+  return 0;
+}
+// Reads shared memory of block `rank` of the cluster, at the place that `at` is in this block.
+template <int CL>
+__device__ __forceinline__ float4 load_cluster16(uint32_t at, int rank) {
+  float4 v;
+#if KD_CLUSTERS
+  if constexpr (CL > 1) {
+    uint32_t there;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(at), "r"(rank));
+    asm volatile("ld.shared::cluster.v4.f32 {%0,%1,%2,%3}, [%4];"
+                 : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+                 : "r"(there)
+                 : "memory");
+    return v;
+  }
+#endif
+  asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(at) : "memory");
+  return v;
+}
+template <int CL>
+__device__ __forceinline__ float load_cluster4(uint32_t at, int rank) {
+  float v;
+#if KD_CLUSTERS
+  if constexpr (CL > 1) {
+    uint32_t there;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(at), "r"(rank));
+    asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(v) : "r"(there) : "memory");
+    return v;
+  }
+#endif
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(at) : "memory");
+  return v;
+}
+
+// First unit of segment s of K cut into `units`.
+__device__ __forceinline__ int segment_begin(int s, int units) { return s * units / kSegments; }
+
+// Where a warp's copies come from: its lane's places in the units of one tile's segment.
+struct TileSource {
+  const uint8_t* weights;  // row lane/4 of the tile, 16-byte piece lane%4 of its unit
+  const uint8_t* scales;   // int4: row lane%16
+  uint32_t eight_rows;     // bytes from a row to the one eight below
+  int left;                // pieces of the row from this one on
+};
+
+// Rows past the last are the last. k_begin is a multiple of the unit.
+template <WeightKind KIND>
+__device__ __forceinline__ TileSource tile_source(const void* data, const uint16_t* scale, size_t first, int tile, int n, int k,
+                                                  int k_begin, int lane) {
+  const int pieces = KIND == WeightKind::kInt4 ? (k + 31) / 32 : k / 8;
+  const int piece = KIND == WeightKind::kInt4 ? k_begin / 32 : k_begin / 8;
+  const int row = min(tile * kTileRows + lane / 4, n - 1), below = min(tile * kTileRows + lane / 4 + 8, n - 1);
+  TileSource s;
+  s.weights = static_cast<const uint8_t*>(data) + ((first + row) * pieces + piece + lane % 4) * 16;
+  s.eight_rows = static_cast<uint32_t>(below - row) * pieces * 16;
+  s.scales = nullptr;
+  if (KIND == WeightKind::kInt4) {
+    const size_t r = first + min(tile * kTileRows + lane % kTileRows, n - 1);
+    s.scales = reinterpret_cast<const uint8_t*>(scale + r * pieces + piece);
+  }
+  s.left = pieces - piece - lane % 4;
+  return s;
+}
+
+// Row r of a unit is half of the 128-byte line r/2; its 16-byte piece c stands at c ^ (r/2 mod 4), so that eight rows at one piece, and two
+// rows at all pieces, lie in all banks.
+__device__ __forceinline__ uint32_t piece_offset(int row, int piece) {
+  return static_cast<uint32_t>((row >> 1) * 128 + (row & 1) * 64 + ((piece ^ (row >> 1)) & 3) * 16);
+}
+
+// A lane's part in copying units into a ring slot. whole: a row's scales are a multiple of four, so that four of them are eight aligned bytes.
+template <WeightKind KIND>
+__device__ __forceinline__ void copy_unit(uint32_t slot, TileSource& from, uint32_t offset, int lane, bool whole) {
+  const uint32_t there = from.left > 0 ? 16 : 0;
+  copy16(slot + offset, from.weights, there);
+  copy16(slot + offset + 512, from.weights + from.eight_rows, there);
+  if constexpr (KIND == WeightKind::kInt4) {
+    if (lane < kTileRows) {
+      const uint32_t to = slot + kUnitBytes + lane * 8;
+      if (whole) {
+        copy8(to, from.scales);
+      } else {
+        uint32_t pair[2] = {0, 0};
+        const uint16_t* p = reinterpret_cast<const uint16_t*>(from.scales);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          if (from.left + lane % 4 > j) pair[j / 2] |= static_cast<uint32_t>(__ldg(p + j)) << (j % 2 * 16);
+        }
+        asm volatile("st.shared.v2.u32 [%0], {%1,%2};" ::"r"(to), "r"(pair[0]), "r"(pair[1]) : "memory");
+      }
+    }
+    from.scales += 8;
+  }
+  from.weights += 64;
+  from.left -= 4;
+}
+
+// What a lane needs to read a unit back: offsets in a slot.
+struct LaneOffsets {
+  uint32_t matrix;  // int4: its row address of ldmatrix, groups 0 and 1; ^32 for groups 2 and 3
+  uint32_t row;     // bf16: piece lane%4 of row lane/4; +512 for the row eight below
+  uint32_t scale;   // int4: of row lane/4; +64 for the row eight below
+  __device__ __forceinline__ explicit LaneOffsets(int lane)
+      : matrix(piece_offset((lane & 7) + (lane >> 3 & 1) * 8, lane >> 4)),
+        row(piece_offset(lane >> 2, lane & 3)),
+        scale(kUnitBytes + (lane >> 2) * 8) {}
+};
+
+// One unit of MT tiles times NT tiles of activations. `b(nt, block)` gives a lane's sixteen bytes of activation row nt*8 + lane/4 in the
+// block-th 32 elements of the unit; tiles from `tiles` on are left out.
+template <WeightKind KIND, int MT, int NT, typename Activations>
+__device__ __forceinline__ void multiply_unit(float (&acc)[MT][NT][4], uint32_t slot, const LaneOffsets& at, int tiles,
+                                              const Activations& b) {
+  if constexpr (KIND == WeightKind::kInt4) {
+    uint2 scale[MT][2];
+#pragma unroll
+    for (int mt = 0; mt < MT; ++mt) {
+      scale[mt][0] = load_shared8(slot + mt * kRingBytes + at.scale);
+      scale[mt][1] = load_shared8(slot + mt * kRingBytes + at.scale + 64);
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      uint32_t words[MT][4];  // rows 0-7 and 8-15 of one group, then of the next
+#pragma unroll
+      for (int mt = 0; mt < MT; ++mt) load_matrices(words[mt], slot + mt * kRingBytes + (at.matrix ^ (half * 32)));
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        uint32_t first[MT][4], second[MT][4];
+        float s[MT][2];
+#pragma unroll
+        for (int mt = 0; mt < MT; ++mt) {
+          const uint32_t low = words[mt][2 * j], high = words[mt][2 * j + 1];
+          first[mt][0] = nibble_pair(low), first[mt][1] = nibble_pair(high);
+          first[mt][2] = nibble_pair(low >> 4), first[mt][3] = nibble_pair(high >> 4);
+          second[mt][0] = nibble_pair(low >> 8), second[mt][1] = nibble_pair(high >> 8);
+          second[mt][2] = nibble_pair(low >> 12), second[mt][3] = nibble_pair(high >> 12);
+#pragma unroll
+          for (int r = 0; r < 2; ++r) {
+            const uint32_t pair = half == 0 ? scale[mt][r].x : scale[mt][r].y;
+            s[mt][r] = __uint_as_float(j == 0 ? pair << 16 : pair & 0xffff0000u);
+          }
+        }
+#pragma unroll
+        for (int nt = 0; nt < NT; ++nt) {
+          if (NT > 1 && nt >= tiles) break;
+          const uint4 x = b(nt, 2 * half + j);
+#pragma unroll
+          for (int mt = 0; mt < MT; ++mt) {
+            const float zero[4] = {0.f, 0.f, 0.f, 0.f};
+            float sum[4];
+            multiply_add(sum, first[mt], x.x, x.y, zero);
+            multiply_add(sum, second[mt], x.z, x.w, sum);
+            float(&to)[4] = acc[mt][nt];
+            to[0] = __fmaf_rn(sum[0], s[mt][0], to[0]), to[1] = __fmaf_rn(sum[1], s[mt][0], to[1]);
+            to[2] = __fmaf_rn(sum[2], s[mt][1], to[2]), to[3] = __fmaf_rn(sum[3], s[mt][1], to[3]);
+          }
+        }
+      }
+    }
+  } else {
+    uint32_t first[MT][4], second[MT][4];
+#pragma unroll
+    for (int mt = 0; mt < MT; ++mt) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        // Elements 8t..8t+7 of the row, brought into the activations' order.
+        const uint4 w = in_order(load_shared16(slot + mt * kRingBytes + at.row + r * 512));
+        first[mt][r] = w.x, first[mt][r + 2] = w.y, second[mt][r] = w.z, second[mt][r + 2] = w.w;
+      }
+    }
+#pragma unroll
+    for (int nt = 0; nt < NT; ++nt) {
+      if (NT > 1 && nt >= tiles) break;
+      const uint4 x = b(nt, 0);
+#pragma unroll
+      for (int mt = 0; mt < MT; ++mt) {
+        multiply_add(acc[mt][nt], first[mt], x.x, x.y, acc[mt][nt]);
+        multiply_add(acc[mt][nt], second[mt], x.z, x.w, acc[mt][nt]);
+      }
+    }
+  }
+}
+
+// Sums of squares of `rows` rows of x over this block's segments, sq[row * SPC + local segment]: a warp a sum, lane l adds elements
+// 4l..4l+3 of every 128, ascending; butterfly.
+template <int SPC>
+__device__ __forceinline__ void square_rows(float* sq, const float* x, int ldx, int rows, int k, int granule, int rank) {
+  const int lane = threadIdx.x % kWarp, units = (k + granule - 1) / granule;
+  for (int task = threadIdx.x / kWarp; task < rows * SPC; task += blockDim.x / kWarp) {
+    const int s = rank * SPC + task % SPC, begin = segment_begin(s, units) * granule, end = min(segment_begin(s + 1, units) * granule, k);
+    const float* p = x + static_cast<size_t>(task / SPC) * ldx;
+    float ss = 0.f;
+#pragma unroll 4
+    for (int i = begin + 4 * lane; i < end; i += 4 * kWarp) {
+      const float4 v = *reinterpret_cast<const float4*>(p + i);
+      ss = __fmaf_rn(v.x, v.x, ss), ss = __fmaf_rn(v.y, v.y, ss), ss = __fmaf_rn(v.z, v.z, ss), ss = __fmaf_rn(v.w, v.w, ss);
+    }
+    ss = warp_sum(ss);
+    if (lane == 0) sq[task] = ss;
+  }
+}
+
+// 1/rms of the rows from the cluster's sums of squares, segments ascending. Ends with a barrier of the block.
+template <int CL, int SPC>
+__device__ __forceinline__ void inverse_rows(float* inverse, const float* sq, int rows, int k, float eps) {
+  cluster_arrive<CL>();
+  cluster_wait<CL>();
+  for (int row = threadIdx.x; row < rows; row += blockDim.x) {
+    float part[kSegments];
+#pragma unroll
+    for (int s = 0; s < kSegments; ++s) part[s] = load_cluster4<CL>(shared_address(sq + row * SPC + s % SPC), s / SPC);
+#pragma unroll
+    for (int s = 1; s < kSegments; ++s) part[0] = __fadd_rn(part[0], part[s]);
+    inverse[row] = inverse_rms(part[0], k, eps);
+  }
+  __syncthreads();
+}
+
+// Puts rows of x over [k_begin, k_begin + length) into shared memory as bf16 in the multiplication's order; beyond `rows` and k are zeros.
+// norm_w null: x is bf16 and taken as it is; else x is f32, and r(x * inverse[row] * norm_w) is what is put.
+__device__ __forceinline__ void stage_rows(uint8_t* staged, int stride, const void* x, int ldx, int rows, int columns, int k,
+                                           int k_begin, int length, const float* norm_w, const float* inverse) {
+  constexpr int kAhead = 4;  // pieces of eight elements that a thread has in flight
+  const int pieces = length / 8, count = columns * pieces;
+  for (int first = threadIdx.x; first < count; first += kAhead * blockDim.x) {
+    uint4 v[kAhead];
+#pragma unroll
+    for (int a = 0; a < kAhead; ++a) {
+      const int i = first + a * blockDim.x, row = i / pieces, at = k_begin + i % pieces * 8;
+      v[a] = make_uint4(0, 0, 0, 0);
+      if (i >= count || row >= rows || at >= k) continue;
+      if (norm_w == nullptr) {
+        v[a] = *reinterpret_cast<const uint4*>(static_cast<const uint16_t*>(x) + static_cast<size_t>(row) * ldx + at);
+      } else {
+        const float4* p = reinterpret_cast<const float4*>(static_cast<const float*>(x) + static_cast<size_t>(row) * ldx + at);
+        const float4* g = reinterpret_cast<const float4*>(norm_w + at);
+        const float4 lo = p[0], hi = p[1], gl = __ldg(g), gh = __ldg(g + 1);
+        const float f = inverse[row];
+        v[a].x = pack_bf16(__fmul_rn(__fmul_rn(lo.x, f), gl.x), __fmul_rn(__fmul_rn(lo.y, f), gl.y));
+        v[a].y = pack_bf16(__fmul_rn(__fmul_rn(lo.z, f), gl.z), __fmul_rn(__fmul_rn(lo.w, f), gl.w));
+        v[a].z = pack_bf16(__fmul_rn(__fmul_rn(hi.x, f), gh.x), __fmul_rn(__fmul_rn(hi.y, f), gh.y));
+        v[a].w = pack_bf16(__fmul_rn(__fmul_rn(hi.z, f), gh.z), __fmul_rn(__fmul_rn(hi.w, f), gh.w));
+      }
+    }
+#pragma unroll
+    for (int a = 0; a < kAhead; ++a) {
+      const int i = first + a * blockDim.x;
+      if (i < count) *reinterpret_cast<uint4*>(staged + i / pieces * stride + i % pieces * 16) = in_order(v[a]);
+    }
+  }
+}
+
+}  // namespace cuda
+}  // namespace kdtree

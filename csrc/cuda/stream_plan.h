@@ -1,0 +1,91 @@
+// Which kernel serves a product of bf16 activations, and in which shape: a pure function of sizes and device, no CUDA in it.
+//
+// Guarantees: whether the streaming kernels serve a product depends on K (and top_k, experts) and the device alone, never on
+// rows or outputs, because their sums have another order than the generic kernels'. The variant changes no bit, so it may.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+
+#include "../ops.h"
+
+namespace kdtree {
+namespace stream {
+
+struct Device {
+  bool clusters = false;    // blocks can share their memory: Hopper and newer, and code compiled for it
+  int multiprocessors = 0;
+  size_t shared = 0;        // bytes a block may have
+};
+
+// The shape of a kernel: tiles of 16 weight rows a warp, tiles of 8 activation rows, blocks a cluster, warps a block, units a warp's ring
+// holds, blocks a multiprocessor that the registers leave room for.
+struct Variant {
+  int mt, nt, cl, warps, depth, resident;
+};
+
+constexpr int kTileRows = 16, kColumns = 8, kSegments = 8;
+constexpr int kRingBytes = 1024 + 128;  // a tile's unit and its scales
+constexpr int kMoeGranule = 128;        // of K between segments of moe, for both kinds, since they share the staged activations
+constexpr int kMostTopK = 16, kMostExperts = 1024;
+constexpr size_t kStatic = 10 << 10;    // static shared memory of the kernels, at most
+
+// Elements of K between segments of linear.
+constexpr int unit_of(WeightKind kind) { return kind == WeightKind::kInt4 ? 128 : 32; }
+
+constexpr int rows_of(const Variant& v) { return v.mt * (v.warps * v.cl / kSegments) * kTileRows; }
+
+// Elements of K that a block stages at most.
+constexpr int staged_length(int k, int cl, int granule) {
+  const int granules = (k + granule - 1) / granule, segments = kSegments / cl;
+  return (granules * segments + kSegments - 1) / kSegments * granule;
+}
+// Bytes between two staged activation rows of k elements: an odd number of 64-byte lines, so that two rows lie in all banks.
+constexpr int staged_stride(int k) { return k * 2 + (k / 32 % 2 == 0 ? 64 : 0); }
+
+constexpr size_t ring_bytes(const Variant& v) { return static_cast<size_t>(v.warps) * v.depth * v.mt * kRingBytes; }
+constexpr size_t linear_shared(const Variant& v, WeightKind kind, int k) {
+  return ring_bytes(v) + static_cast<size_t>(kSegments / v.cl) * rows_of(v) * v.nt * kColumns * 4 +
+         static_cast<size_t>(v.nt) * kColumns * staged_stride(staged_length(k, v.cl, unit_of(kind)));
+}
+constexpr size_t moe_shared(const Variant& v, int k, bool down) {
+  return ring_bytes(v) + static_cast<size_t>(kSegments / v.cl) * rows_of(v) * kColumns * 4 +
+         (down ? 0 : static_cast<size_t>(v.nt) * kColumns * staged_stride(staged_length(k, v.cl, kMoeGranule)));
+}
+
+// In the order in which they are preferred, the widest number of rows last.
+constexpr Variant kLinearInt4[] = {{1, 1, 8, 8, 7, 2}, {1, 2, 8, 8, 7, 2}, {2, 4, 8, 8, 5, 1}, {2, 8, 8, 8, 4, 1}};
+constexpr Variant kLinearBf16[] = {{1, 1, 8, 8, 8, 2}, {1, 2, 8, 8, 8, 2}, {2, 4, 8, 8, 5, 1}, {2, 8, 8, 8, 4, 1}};
+constexpr Variant kGateUp[] = {{2, 1, 8, 8, 4, 2}, {2, 2, 8, 8, 4, 2}, {2, 8, 8, 8, 5, 1}};
+constexpr Variant kDown[] = {{2, 1, 1, 8, 4, 2}, {2, 2, 4, 8, 5, 2}, {1, 8, 4, 8, 8, 2}};
+
+// Whether rows of k values can be copied sixteen bytes at a time.
+constexpr bool serves(const Device& device, int k) { return device.clusters && k > 0 && k % 8 == 0; }
+constexpr bool serves_moe(const Device& device, int k, int shared_k, int top_k, int experts) {
+  return serves(device, k) && shared_k % 8 == 0 && top_k <= kMostTopK && experts <= kMostExperts;
+}
+
+// The first variant that takes all rows at once; if none fits the device, one for half as many, and so on; -1 if none does.
+template <int COUNT, typename Bytes>
+constexpr int choose(const Variant (&table)[COUNT], const Device& device, int rows, bool paired, const Bytes& bytes) {
+  for (int columns = rows < 64 ? rows : 64; columns > 0; columns = columns > kColumns ? (columns + 1) / 2 : 0) {
+    for (int i = 0; i < COUNT; ++i) {
+      const Variant& v = table[i];
+      if (v.nt * kColumns < columns || (paired && rows_of(v) / kTileRows % 2 != 0)) continue;
+      if (bytes(v) + kStatic <= device.shared) return i;
+    }
+  }
+  return -1;
+}
+constexpr int choose_linear(const Device& device, WeightKind kind, int k, int rows, bool paired) {
+  const auto bytes = [=](const Variant& v) { return linear_shared(v, kind, k); };
+  return kind == WeightKind::kInt4 ? choose(kLinearInt4, device, rows, paired, bytes) : choose(kLinearBf16, device, rows, paired, bytes);
+}
+constexpr int choose_gate_up(const Device& device, int k, int rows) {
+  return choose(kGateUp, device, rows, true, [=](const Variant& v) { return moe_shared(v, k, false); });
+}
+constexpr int choose_down(const Device& device, int k, int rows) {
+  return choose(kDown, device, rows, false, [=](const Variant& v) { return moe_shared(v, k, true); });
+}
+
+}  // namespace stream
+}  // namespace kdtree
