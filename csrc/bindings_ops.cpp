@@ -1,5 +1,9 @@
 // torch.ops.kdtree: every operation of ops.h alone, on tensors in the memory of the backend named by a handle, for tests and
 // benchmarks. Registration only. `rows` is tokens, parents, depths [M] and path [M, stride]; `state` is StepState as 16 i32.
+//
+// Between sequence_begin and sequence_end calls are noted and not run; sequence_run runs what was noted as one step, so as a graph where
+// there are graphs, and does not wait. The caller keeps the tensors of noted calls.
+#include <functional>
 #include <map>
 #include <mutex>
 
@@ -10,15 +14,34 @@
 namespace kdtree {
 namespace {
 
+struct Sequence {
+  std::vector<std::function<void(Backend&)>> calls;
+  std::vector<Buffer> scratch;  // the last one is the largest
+};
+
+struct Opened {
+  std::unique_ptr<Backend> backend;
+  std::map<int64_t, Sequence> sequences;  // freed before the backend is
+  int64_t noting = 0, next = 1;           // noting: the sequence that calls go to, 0 for none
+};
+
 std::mutex g_mutex;
-std::map<int64_t, std::unique_ptr<Backend>> g_backends;
+std::map<int64_t, Opened> g_backends;
 int64_t g_next = 1;
 
-Backend& backend(int64_t handle) {
+Opened& opened(int64_t handle) {
   const std::lock_guard<std::mutex> lock(g_mutex);
   const auto found = g_backends.find(handle);
   if (found == g_backends.end()) throw Error("RequestError", "the backend is closed");
-  return *found->second;
+  return found->second;
+}
+
+Backend& backend(int64_t handle) { return *opened(handle).backend; }
+
+Sequence& sequence(Opened& to, int64_t number) {
+  const auto found = to.sequences.find(number);
+  if (found == to.sequences.end()) throw Error("RequestError", "sequence " + std::to_string(number) + ": there is none such");
+  return found->second;
 }
 
 int dim(const Tensor& t, int64_t i) { return static_cast<int>(t.size(i)); }
@@ -70,16 +93,74 @@ Weight weight_of(const Tensor& w, const Tensor& scale, int64_t k) {
   return out;
 }
 
-// Returns once everything launched before has ended.
-void wait(Backend& b, const Tensor& state) {
-  int32_t first;
-  b.download(&first, state.data_ptr(), sizeof first);
+// One operation through its binding: run at once, and then everything launched before has ended; or noted.
+class Call {
+ public:
+  Call(int64_t handle, Tensor state) : to_(opened(handle)), state_(std::move(state)) {}
+
+  Backend& backend() const { return *to_.backend; }
+  // Noted calls share scratch, as operations of a step do.
+  void* scratch(size_t bytes) {
+    if (to_.noting == 0) {
+      own_ = Buffer(backend(), bytes, "scratch");
+      return own_.get();
+    }
+    std::vector<Buffer>& made = sequence(to_, to_.noting).scratch;
+    if (made.empty() || made.back().bytes() < bytes) made.emplace_back(backend(), bytes, "scratch");
+    return made.back().get();
+  }
+  template <typename Run>
+  void run(const Run& operation) {
+    if (to_.noting != 0) {
+      sequence(to_, to_.noting).calls.emplace_back(operation);
+      return;
+    }
+    operation(backend());
+    int32_t first;
+    backend().download(&first, state_.data_ptr(), sizeof first);
+  }
+
+ private:
+  Opened& to_;
+  Tensor state_;
+  Buffer own_;
+};
+
+int64_t sequence_begin(int64_t handle) {
+  Opened& to = opened(handle);
+  if (to.noting != 0) throw Error("RequestError", "sequence_begin: another sequence is being noted");
+  to.sequences[to.next];
+  return to.noting = to.next++;
+}
+
+void sequence_end(int64_t handle) { opened(handle).noting = 0; }
+
+void sequence_run(int64_t handle, int64_t number) {
+  Opened& to = opened(handle);
+  const Sequence& noted = sequence(to, number);
+  to.backend->step("sequence " + std::to_string(number), [&] {
+    for (const auto& call : noted.calls) call(*to.backend);
+  });
+}
+
+void sequence_drop(int64_t handle, int64_t number) {
+  Opened& to = opened(handle);
+  if (to.noting == number) to.noting = 0;
+  to.backend->drop_graphs();
+  to.sequences.erase(number);
+}
+
+// The address of the stream on which a backend runs, 0 for the CPU: for events around a sequence.
+int64_t backend_stream(int64_t handle) {
+  int64_t address = 0;
+  backend(handle).outside("stream_asked", [&](void* stream) { address = reinterpret_cast<int64_t>(stream); });
+  return address;
 }
 
 int64_t backend_open(std::string device, bool poison) {
   auto made = make_backend(device, poison);
   const std::lock_guard<std::mutex> lock(g_mutex);
-  g_backends[g_next] = std::move(made);
+  g_backends[g_next].backend = std::move(made);
   return g_next++;
 }
 
@@ -107,24 +188,26 @@ void draw_experts(int64_t handle, std::vector<int64_t> stated, int64_t first, in
 }
 
 void embed(int64_t handle, Tensor out, Tensor table, std::vector<Tensor> rows, Tensor state) {
-  Backend& b = backend(handle);
+  Call call(handle, state);
   const Rows r = rows_of(rows);
-  b.embed({sized<float>(out, static_cast<int64_t>(r.max_rows) * dim(table, 1), "out"), weight_of(table, dim(table, 1)),
-           dim(table, 1), r, &step_state(state)->n_rows});
-  wait(b, state);
+  call.run([=](Backend& b) {
+    b.embed({sized<float>(out, static_cast<int64_t>(r.max_rows) * dim(table, 1), "out"), weight_of(table, dim(table, 1)),
+        dim(table, 1), r, &step_state(state)->n_rows});
+  });
 }
 
 void rms_norm(int64_t handle, Tensor out, Tensor x, Tensor w, double eps, Tensor state) {
-  Backend& b = backend(handle);
-  b.rms_norm(sized<float>(out, x.numel(), "out"), data<float>(x, "x"), sized<float>(w, x.size(1), "w"), static_cast<float>(eps),
-             dim(x, 1), dim(x, 0), &step_state(state)->n_rows);
-  wait(b, state);
+  Call call(handle, state);
+  call.run([=](Backend& b) {
+    b.rms_norm(sized<float>(out, x.numel(), "out"), data<float>(x, "x"), sized<float>(w, x.size(1), "w"),
+        static_cast<float>(eps), dim(x, 1), dim(x, 0), &step_state(state)->n_rows);
+  });
 }
 
 // norm_w, scales: empty for none. epilogue: 0 store, 1 residual, 2 silu(first) * second.
 void linear(int64_t handle, Tensor x, Tensor norm_w, double eps, std::vector<Tensor> weights, std::vector<Tensor> scales,
             std::vector<Tensor> outs, int64_t epilogue, Tensor state, bool bf16) {
-  Backend& b = backend(handle);
+  Call call(handle, state);
   need(!weights.empty() && weights.size() <= 2 && scales.size() == weights.size(), "weights", "are not one or two with a scale each");
   need(epilogue >= 0 && epilogue <= 2, "epilogue", "is not 0, 1 or 2");
   const bool gated = epilogue == 2;
@@ -148,10 +231,11 @@ void linear(int64_t handle, Tensor x, Tensor norm_w, double eps, std::vector<Ten
   a.epilogue = static_cast<Epilogue>(epilogue);
   a.max_rows = m;
   a.n_rows = &step_state(state)->n_rows;
-  const Buffer scratch(b, b.linear_scratch(n, k, m), "scratch");
-  a.scratch = scratch.get();
-  b.linear(a);
-  wait(b, state);
+  void* const scratch = call.scratch(call.backend().linear_scratch(n, k, m));
+  a.scratch = scratch;
+  call.run([=](Backend& b) {
+    b.linear(a);
+  });
 }
 
 MlaDims dims_of(const std::vector<int64_t>& d) {
@@ -174,57 +258,61 @@ MlaCache cache_of(const Tensor& latent, const Tensor& k_rope, Numerics numerics)
 
 void mla_prepare(int64_t handle, std::vector<int64_t> dims, Tensor q, Tensor kv, Tensor norm_w, double eps, Tensor kv_b, Tensor cos_sin,
                  Tensor q_lat, Tensor q_rope, Tensor latent, Tensor k_rope, std::vector<Tensor> rows, Tensor state) {
-  Backend& b = backend(handle);
+  Call call(handle, state);
   const MlaDims d = dims_of(dims, q_lat);
   const Rows r = rows_of(rows);
   const int64_t m = r.max_rows, h = d.heads;
   need(kv_b.numel() == h * (d.nope + d.v) * d.rank, "kv_b", "has the wrong size");
-  b.mla_prepare({d, sized<float>(q, m * h * (d.nope + d.rope), "q"), sized<float>(kv, m * (d.rank + d.rope), "kv"),
-                 sized<float>(norm_w, d.rank, "norm_w"), static_cast<float>(eps),
-                 weight_of(kv_b, d.rank), data<float>(cos_sin, "cos_sin"), activation(q_lat, m * h * d.rank, d.numerics, "q_lat"),
-                 activation(q_rope, m * h * d.rope, d.numerics, "q_rope"), cache_of(latent, k_rope, d.numerics), r,
-                 step_state(state)});
-  wait(b, state);
+  call.run([=](Backend& b) {
+    b.mla_prepare({d, sized<float>(q, m * h * (d.nope + d.rope), "q"), sized<float>(kv, m * (d.rank + d.rope), "kv"),
+        sized<float>(norm_w, d.rank, "norm_w"), static_cast<float>(eps), weight_of(kv_b, d.rank), data<float>(cos_sin,
+        "cos_sin"), activation(q_lat, m * h * d.rank, d.numerics, "q_lat"), activation(q_rope, m * h * d.rope, d.numerics,
+        "q_rope"), cache_of(latent, k_rope, d.numerics), r, step_state(state)});
+  });
 }
 
 void mla_attention(int64_t handle, std::vector<int64_t> dims, double scale, Tensor q_lat, Tensor q_rope, Tensor latent, Tensor k_rope,
                    Tensor o_lat, int64_t max_keys, std::vector<Tensor> rows, Tensor state) {
-  Backend& b = backend(handle);
+  Call call(handle, state);
   const MlaDims d = dims_of(dims, q_lat);
   const Rows r = rows_of(rows);
   const int64_t m = r.max_rows, h = d.heads;
-  const Buffer scratch(b, b.attention_scratch(d, r.max_rows, static_cast<int>(max_keys)), "scratch");
-  b.mla_attention({d, static_cast<float>(scale), activation(q_lat, m * h * d.rank, d.numerics, "q_lat"),
-                   activation(q_rope, m * h * d.rope, d.numerics, "q_rope"), cache_of(latent, k_rope, d.numerics),
-                   activation(o_lat, m * h * d.rank, d.numerics, "o_lat"), static_cast<int>(max_keys), scratch.get(), r, step_state(state)});
-  wait(b, state);
+  void* const scratch = call.scratch(call.backend().attention_scratch(d, r.max_rows, static_cast<int>(max_keys)));
+  call.run([=](Backend& b) {
+    b.mla_attention({d, static_cast<float>(scale), activation(q_lat, m * h * d.rank, d.numerics, "q_lat"),
+        activation(q_rope, m * h * d.rope, d.numerics, "q_rope"), cache_of(latent, k_rope, d.numerics), activation(o_lat,
+        m * h * d.rank, d.numerics, "o_lat"), static_cast<int>(max_keys), scratch, r, step_state(state)});
+  });
 }
 
 void mla_value(int64_t handle, std::vector<int64_t> dims, Tensor o_lat, Tensor kv_b, Tensor o, Tensor state) {
-  Backend& b = backend(handle);
+  Call call(handle, state);
   const MlaDims d = dims_of(dims, o_lat);
   const int64_t m = o.size(0), h = d.heads;
   need(kv_b.numel() == h * (d.nope + d.v) * d.rank, "kv_b", "has the wrong size");
-  b.mla_value({d, activation(o_lat, m * h * d.rank, d.numerics, "o_lat"), weight_of(kv_b, d.rank),
-               activation(o, m * h * d.v, d.numerics, "o"), static_cast<int>(m), &step_state(state)->n_rows});
-  wait(b, state);
+  call.run([=](Backend& b) {
+    b.mla_value({d, activation(o_lat, m * h * d.rank, d.numerics, "o_lat"), weight_of(kv_b, d.rank), activation(o,
+        m * h * d.v, d.numerics, "o"), static_cast<int>(m), &step_state(state)->n_rows});
+  });
 }
 
 void router(int64_t handle, Tensor logits, Tensor bias, Tensor ids, Tensor weights, int64_t n_group, int64_t topk_group, bool norm_topk,
             double scaling, int64_t layer, Tensor state) {
-  Backend& b = backend(handle);
+  Call call(handle, state);
   const int m = dim(logits, 0), e = dim(logits, 1), k = dim(ids, 1);
-  b.router({data<float>(logits, "logits"), sized<float>(bias, e, "bias"), e, k, static_cast<int>(n_group), static_cast<int>(topk_group),
-            norm_topk, static_cast<float>(scaling), sized<int32_t>(ids, static_cast<int64_t>(m) * k, "ids"),
-            sized<float>(weights, static_cast<int64_t>(m) * k, "weights"), static_cast<int>(layer), m, step_state(state)});
-  wait(b, state);
+  call.run([=](Backend& b) {
+    b.router({data<float>(logits, "logits"), sized<float>(bias, e, "bias"), e, k, static_cast<int>(n_group),
+        static_cast<int>(topk_group), norm_topk, static_cast<float>(scaling), sized<int32_t>(ids,
+        static_cast<int64_t>(m) * k, "ids"), sized<float>(weights, static_cast<int64_t>(m) * k, "weights"),
+        static_cast<int>(layer), m, step_state(state)});
+  });
 }
 
 // experts: gate, up [E, I, D], down [E, D, I]; scales as for linear; shared: the same three as matrices, or empty.
 // bf16 here and in linear: the numerics; weights that are not nibbles are then u16.
 void moe(int64_t handle, Tensor x, Tensor norm_w, double eps, Tensor ids, Tensor weights, std::vector<Tensor> experts,
          std::vector<Tensor> scales, std::vector<Tensor> shared, Tensor act, Tensor shared_act, Tensor out, Tensor state, bool bf16) {
-  Backend& b = backend(handle);
+  Call call(handle, state);
   need(experts.size() == 3 && scales.size() == 3, "experts", "are not gate, up and down with a scale each");
   need(shared.empty() || shared.size() == 3, "shared", "is not gate, up and down");
   const int m = dim(x, 0), d = dim(x, 1), k = dim(ids, 1), inner = dim(experts[0], 1);
@@ -251,93 +339,106 @@ void moe(int64_t handle, Tensor x, Tensor norm_w, double eps, Tensor ids, Tensor
   a.out = sized<float>(out, static_cast<int64_t>(m) * d, "out");
   a.max_rows = m;
   a.n_rows = &step_state(state)->n_rows;
-  const Buffer scratch(b, b.moe_scratch(m, k, a.gate.e, inner, d), "scratch");
-  a.scratch = scratch.get();
-  b.moe(a);
-  wait(b, state);
+  void* const scratch = call.scratch(call.backend().moe_scratch(m, k, a.gate.e, inner, d));
+  a.scratch = scratch;
+  call.run([=](Backend& b) {
+    b.moe(a);
+  });
 }
 
 void select(int64_t handle, Tensor logits, double temperature, Tensor choice, std::vector<Tensor> rows, Tensor state) {
-  Backend& b = backend(handle);
+  Call call(handle, state);
   const Rows r = rows_of(rows);
   const int vocab = dim(logits, 1);
-  const Buffer scratch(b, b.select_scratch(r.max_rows, vocab), "scratch");
-  b.select({sized<float>(logits, static_cast<int64_t>(r.max_rows) * vocab, "logits"), vocab, temperature,
-            sized<int32_t>(choice, r.max_rows, "choice"), scratch.get(), r, step_state(state)});
-  wait(b, state);
+  void* const scratch = call.scratch(call.backend().select_scratch(r.max_rows, vocab));
+  call.run([=](Backend& b) {
+    b.select({sized<float>(logits, static_cast<int64_t>(r.max_rows) * vocab, "logits"), vocab, temperature,
+        sized<int32_t>(choice, r.max_rows, "choice"), scratch, r, step_state(state)});
+  });
 }
 
 void tree_root(int64_t handle, std::vector<Tensor> rows, Tensor state) {
-  Backend& b = backend(handle);
-  b.tree_root(rows_of(rows), step_state(state));
-  wait(b, state);
+  Call call(handle, state);
+  call.run([=](Backend& b) {
+    b.tree_root(rows_of(rows), step_state(state));
+  });
 }
 
 // costs: f64 [budget + 1] in the backend's memory, or empty.
 void tree_build(int64_t handle, Tensor draft, int64_t block_size, int64_t budget, int64_t eos_id, bool chain, Tensor costs,
                 std::vector<Tensor> rows, Tensor scores, Tensor state) {
-  Backend& b = backend(handle);
+  Call call(handle, state);
   const Rows r = rows_of(rows);
   need(budget >= 0 && budget < r.max_rows, "budget", "needs one row more than rows has");
   need(block_size >= 1 && block_size <= r.path_stride, "block_size", "exceeds the stride of path");
   const int vocab = dim(draft, 1), block = static_cast<int>(block_size), nodes = static_cast<int>(budget);
-  const Buffer scratch(b, b.tree_scratch(vocab, block, nodes), "scratch");
-  b.tree_build({data<float>(draft, "draft"), vocab, block, nodes, static_cast<int>(eos_id), chain,
-                costs.numel() == 0 ? nullptr : sized<double>(costs, budget + 1, "costs"), scratch.get(), r,
-                sized<double>(scores, r.max_rows, "scores"), step_state(state)});
-  wait(b, state);
+  void* const scratch = call.scratch(call.backend().tree_scratch(vocab, block, nodes));
+  call.run([=](Backend& b) {
+    b.tree_build({data<float>(draft, "draft"), vocab, block, nodes, static_cast<int>(eos_id), chain,
+        costs.numel() == 0 ? nullptr : sized<double>(costs, budget + 1, "costs"), scratch, r, sized<double>(scores,
+        r.max_rows, "scores"), step_state(state)});
+  });
 }
 
 // out: RoundOut as i32 [10 + M].
 void accept(int64_t handle, std::vector<Tensor> rows, Tensor choice, int64_t eos_id, Tensor accepted, Tensor out, Tensor state) {
-  Backend& b = backend(handle);
+  Call call(handle, state);
   const Rows r = rows_of(rows);
-  b.accept({r, sized<int32_t>(choice, r.max_rows, "choice"), static_cast<int>(eos_id), sized<int32_t>(accepted, r.max_rows, "accepted"),
-            reinterpret_cast<RoundOut*>(sized<int32_t>(out, 10 + static_cast<int64_t>(r.max_rows), "out")), step_state(state)});
-  wait(b, state);
+  call.run([=](Backend& b) {
+    b.accept({r, sized<int32_t>(choice, r.max_rows, "choice"), static_cast<int>(eos_id), sized<int32_t>(accepted,
+        r.max_rows, "accepted"), reinterpret_cast<RoundOut*>(sized<int32_t>(out, 10 + static_cast<int64_t>(r.max_rows),
+        "out")), step_state(state)});
+  });
 }
 
 void kv_commit(int64_t handle, std::vector<Tensor> latents, std::vector<Tensor> k_ropes, Tensor accepted, Tensor state) {
-  Backend& b = backend(handle);
+  Call call(handle, state);
   need(!latents.empty() && latents.size() == k_ropes.size(), "latents", "do not pair with k_ropes");
   const Numerics numerics = numerics_of(is_bf16(latents[0]));
   std::vector<MlaCache> layers;
   for (size_t i = 0; i < latents.size(); ++i) layers.push_back(cache_of(latents[i], k_ropes[i], numerics));
   const int n = static_cast<int>(layers.size()), rank = dim(latents[0], 1), rope = dim(k_ropes[0], 1), m = dim(accepted, 0);
-  const Buffer scratch(b, b.commit_scratch(n, rank, rope, m), "scratch");
-  b.kv_commit({layers.data(), n, rank, rope, data<int32_t>(accepted, "accepted"), m, scratch.get(), step_state(state), numerics});
-  wait(b, state);
+  void* const scratch = call.scratch(call.backend().commit_scratch(n, rank, rope, m));
+  call.run([=](Backend& b) {
+    b.kv_commit({layers.data(), n, rank, rope, data<int32_t>(accepted, "accepted"), m, scratch, step_state(state),
+        numerics});
+  });
 }
 
 void record(int64_t handle, Tensor dst, Tensor src, int64_t offset, Tensor accepted, Tensor state) {
-  Backend& b = backend(handle);
-  b.record({data<float>(dst, "dst"), data<float>(src, "src"), dim(src, 1), static_cast<int>(offset), dim(dst, 0),
-            data<int32_t>(accepted, "accepted"), dim(accepted, 0), step_state(state)});
-  wait(b, state);
+  Call call(handle, state);
+  call.run([=](Backend& b) {
+    b.record({data<float>(dst, "dst"), data<float>(src, "src"), dim(src, 1), static_cast<int>(offset), dim(dst, 0),
+        data<int32_t>(accepted, "accepted"), dim(accepted, 0), step_state(state)});
+  });
 }
 
 void record_tree(int64_t handle, Tensor dst, std::vector<Tensor> rows, Tensor accepted, Tensor state) {
-  Backend& b = backend(handle);
+  Call call(handle, state);
   const Rows r = rows_of(rows);
   need(dst.dim() == 2 && dst.size(1) == 2 + 3 * static_cast<int64_t>(r.max_rows), "dst", "is not [entries, 2 + 3*M]");
-  b.record_tree({data<int32_t>(dst, "dst"), dim(dst, 0), r.max_rows, r, data<int32_t>(accepted, "accepted"), step_state(state)});
-  wait(b, state);
+  call.run([=](Backend& b) {
+    b.record_tree({data<int32_t>(dst, "dst"), dim(dst, 0), r.max_rows, r, data<int32_t>(accepted, "accepted"),
+        step_state(state)});
+  });
 }
 
 // index: i32, or empty for the rows in order.
 void gather_rows(int64_t handle, Tensor dst, int64_t column, Tensor src, Tensor index, Tensor state) {
-  Backend& b = backend(handle);
+  Call call(handle, state);
   const int n = dim(src, 1), ldd = dim(dst, 1), m = dim(dst, 0);
   need(column >= 0 && column <= ldd - n, "column", "leaves dst");
   const int32_t* by = index.numel() == 0 ? nullptr : sized<int32_t>(index, m, "index");
-  b.gather_rows({data<float>(dst, "dst") + column, ldd, data<float>(src, "src"), n, by, m, &step_state(state)->n_rows});
-  wait(b, state);
+  call.run([=](Backend& b) {
+    b.gather_rows({data<float>(dst, "dst") + column, ldd, data<float>(src, "src"), n, by, m, &step_state(state)->n_rows});
+  });
 }
 
 void draft_block(int64_t handle, Tensor tokens, int64_t mask_id, Tensor state) {
-  Backend& b = backend(handle);
-  b.draft_block({data<int32_t>(tokens, "tokens"), dim(tokens, 0), static_cast<int>(mask_id), step_state(state)});
-  wait(b, state);
+  Call call(handle, state);
+  call.run([=](Backend& b) {
+    b.draft_block({data<int32_t>(tokens, "tokens"), dim(tokens, 0), static_cast<int>(mask_id), step_state(state)});
+  });
 }
 
 DraftDims draft_dims(const std::vector<int64_t>& d) {
@@ -348,31 +449,33 @@ DraftDims draft_dims(const std::vector<int64_t>& d) {
 // q: empty for none; it is changed in place. Row 0 stands at kv_len.
 void draft_prepare(int64_t handle, std::vector<int64_t> dims, Tensor q, Tensor k, Tensor v, Tensor q_norm_w, Tensor k_norm_w, double eps,
                    Tensor cos_sin, Tensor keys, Tensor values, Tensor state) {
-  Backend& b = backend(handle);
+  Call call(handle, state);
   const DraftDims d = draft_dims(dims);
   const int64_t m = k.size(0), width = static_cast<int64_t>(d.kv_heads) * d.head_dim;
   StepState* s = step_state(state);
-  b.draft_prepare({d, q.numel() == 0 ? nullptr : sized<float>(q, m * d.heads * d.head_dim, "q"), sized<float>(k, m * width, "k"),
-                   sized<float>(v, m * width, "v"), sized<float>(q_norm_w, d.head_dim, "q_norm_w"),
-                   sized<float>(k_norm_w, d.head_dim, "k_norm_w"), static_cast<float>(eps), data<float>(cos_sin, "cos_sin"),
-                   {data<float>(keys, "keys"), data<float>(values, "values")}, &s->kv_len, static_cast<int>(m), &s->n_rows});
-  wait(b, state);
+  call.run([=](Backend& b) {
+    b.draft_prepare({d, q.numel() == 0 ? nullptr : sized<float>(q, m * d.heads * d.head_dim, "q"), sized<float>(k,
+        m * width, "k"), sized<float>(v, m * width, "v"), sized<float>(q_norm_w, d.head_dim, "q_norm_w"),
+        sized<float>(k_norm_w, d.head_dim, "k_norm_w"), static_cast<float>(eps), data<float>(cos_sin, "cos_sin"),
+        {data<float>(keys, "keys"), data<float>(values, "values")}, &s->kv_len, static_cast<int>(m), &s->n_rows});
+  });
 }
 
 void draft_attention(int64_t handle, std::vector<int64_t> dims, Tensor q, Tensor keys, Tensor values, Tensor o, Tensor state) {
-  Backend& b = backend(handle);
+  Call call(handle, state);
   const DraftDims d = draft_dims(dims);
   const int64_t m = q.size(0), width = static_cast<int64_t>(d.heads) * d.head_dim;
   StepState* s = step_state(state);
-  b.draft_attention({d, sized<float>(q, m * width, "q"), {data<float>(keys, "keys"), data<float>(values, "values")},
-                     sized<float>(o, m * width, "o"), dim(keys, 0), static_cast<int>(m), &s->n_rows, s});
-  wait(b, state);
+  call.run([=](Backend& b) {
+    b.draft_attention({d, sized<float>(q, m * width, "q"), {data<float>(keys, "keys"), data<float>(values, "values")},
+        sized<float>(o, m * width, "o"), dim(keys, 0), static_cast<int>(m), &s->n_rows, s});
+  });
 }
 
 // src: u8 [ranks, bytes a rank]; a part each: dst u8 [rows, bytes], its offset in a rank's bytes, its rows for every row of the step.
 void unshard(int64_t handle, Tensor src, std::vector<Tensor> dsts, std::vector<int64_t> offsets, std::vector<int64_t> per_row,
              int64_t max_rows, Tensor state) {
-  Backend& b = backend(handle);
+  Call call(handle, state);
   need(!dsts.empty() && dsts.size() <= 2 && offsets.size() == dsts.size() && per_row.size() == dsts.size(), "dsts",
        "are not one or two with an offset and rows each");
   UnshardArgs a{};
@@ -386,16 +489,16 @@ void unshard(int64_t handle, Tensor src, std::vector<Tensor> dsts, std::vector<i
   }
   a.max_rows = static_cast<int>(max_rows);
   a.n_rows = &step_state(state)->n_rows;
-  b.unshard(a);
-  wait(b, state);
+  call.run([=](Backend& b) { b.unshard(a); });
 }
 
 // values: i32 [rows, words]; out: i32 [2], the sum's low and high half, added to.
 void checksum(int64_t handle, Tensor out, Tensor values, Tensor state) {
-  Backend& b = backend(handle);
-  b.checksum({reinterpret_cast<uint64_t*>(sized<int32_t>(out, 2, "out")), data<int32_t>(values, "values"),
+  Call call(handle, state);
+  call.run([=](Backend& b) {
+    b.checksum({reinterpret_cast<uint64_t*>(sized<int32_t>(out, 2, "out")), data<int32_t>(values, "values"),
               static_cast<size_t>(values.size(1)), dim(values, 0), &step_state(state)->n_rows});
-  wait(b, state);
+  });
 }
 
 }  // namespace
@@ -407,6 +510,11 @@ KDTREE_LIBRARY_FRAGMENT(KDTREE_LIBRARY, m) {
   m.def("isa_names() -> str");
   m.def("backend_counters(int backend) -> str");
   m.def("draw_experts(int backend, int[] stated, int first, int row, int k, Tensor q, Tensor scale) -> ()");
+  m.def("backend_stream(int backend) -> int");
+  m.def("sequence_begin(int backend) -> int");
+  m.def("sequence_end(int backend) -> ()");
+  m.def("sequence_run(int backend, int sequence) -> ()");
+  m.def("sequence_drop(int backend, int sequence) -> ()");
   m.def("embed(int backend, Tensor out, Tensor table, Tensor[] rows, Tensor state) -> ()");
   m.def("rms_norm(int backend, Tensor out, Tensor x, Tensor w, float eps, Tensor state) -> ()");
   m.def(
@@ -451,6 +559,11 @@ KDTREE_LIBRARY_IMPL(KDTREE_LIBRARY, m) {
   m.impl("isa_names", TORCH_BOX(&kdtree::cpu::isa_names));
   m.impl("backend_counters", TORCH_BOX(&kdtree::backend_counters));
   m.impl("draw_experts", TORCH_BOX(&kdtree::draw_experts));
+  m.impl("backend_stream", TORCH_BOX(&kdtree::backend_stream));
+  m.impl("sequence_begin", TORCH_BOX(&kdtree::sequence_begin));
+  m.impl("sequence_end", TORCH_BOX(&kdtree::sequence_end));
+  m.impl("sequence_run", TORCH_BOX(&kdtree::sequence_run));
+  m.impl("sequence_drop", TORCH_BOX(&kdtree::sequence_drop));
   m.impl("embed", TORCH_BOX(&kdtree::embed));
   m.impl("rms_norm", TORCH_BOX(&kdtree::rms_norm));
   m.impl("linear", TORCH_BOX(&kdtree::linear));

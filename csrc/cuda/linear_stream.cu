@@ -40,6 +40,8 @@ struct Shape {
   static constexpr int SLOT = MT * kRingBytes;
   static constexpr int RING = WARPS * DEPTH * SLOT;
   static constexpr int PARTIAL = SPC * ROWS * COLUMNS * 4;
+  // The segments' sums take the ring's place: copies then stop at the end of a block of rows.
+  static constexpr bool IN_RING = stream::sums_in_ring(NT);
   static_assert(WARPS % SPC == 0 && ROWS / 2 % CL == 0, "warps and rows divide evenly");
 };
 
@@ -49,8 +51,9 @@ __global__ __launch_bounds__(S::WARPS * kWarp, S::RESIDENT) void stream_kernel(c
   constexpr int MT = S::MT, NT = S::NT, CL = S::CL, WARPS = S::WARPS, DEPTH = S::DEPTH, SPC = S::SPC, TW = S::TW, ROWS = S::ROWS;
   extern __shared__ __align__(128) uint8_t smem[];
   __shared__ float squares[S::COLUMNS * SPC], inverse[S::COLUMNS];
-  uint8_t* const partial = smem + S::RING;
-  uint8_t* const staged = partial + S::PARTIAL;
+  constexpr bool IN_RING = S::IN_RING;
+  uint8_t* const partial = IN_RING ? smem : smem + S::RING;
+  uint8_t* const staged = IN_RING ? smem + (S::RING > S::PARTIAL ? S::RING : S::PARTIAL) : partial + S::PARTIAL;
 
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp, local = warp / TW, column = warp % TW;
   const int rank = cluster_rank<CL>(), cluster = blockIdx.x / CL, clusters = gridDim.x / CL;
@@ -64,13 +67,13 @@ __global__ __launch_bounds__(S::WARPS * kWarp, S::RESIDENT) void stream_kernel(c
   const uint32_t ring = shared_address(smem) + warp * (DEPTH * S::SLOT);
   const uint32_t mine = piece_offset(lane / 4, lane % 4);
 
-  // The copying side runs DEPTH - 1 units ahead, from one block of rows into the next.
+  // The copying side runs DEPTH - 1 units ahead, unless IN_RING from one block of rows into the next.
   TileSource from[MT];
   bool live[MT];
   int copy_block = cluster, copy_left = 0;
   uint32_t copy_slot = ring;
-  const auto fetch = [&]() {
-    if (copy_left == 0 && copy_block < p.blocks && steps > 0) {
+  const auto open = [&]() {
+    if (copy_block < p.blocks) {
 #pragma unroll
       for (int mt = 0; mt < MT; ++mt) {
         const int row = (mt * TW + column) * kTileRows;
@@ -81,6 +84,9 @@ __global__ __launch_bounds__(S::WARPS * kWarp, S::RESIDENT) void stream_kernel(c
       }
       copy_left = steps, copy_block += clusters;
     }
+  };
+  const auto fetch = [&]() {
+    if (!IN_RING && copy_left == 0 && steps > 0) open();
     if (copy_left > 0) {
 #pragma unroll
       for (int mt = 0; mt < MT; ++mt) {
@@ -91,8 +97,12 @@ __global__ __launch_bounds__(S::WARPS * kWarp, S::RESIDENT) void stream_kernel(c
     copy_commit();
     copy_slot = copy_slot + S::SLOT == ring + DEPTH * S::SLOT ? ring : copy_slot + S::SLOT;
   };
+  const auto start = [&]() {
+    if (IN_RING) open(), copy_slot = ring;
 #pragma unroll
-  for (int i = 0; i < DEPTH - 1; ++i) fetch();
+    for (int i = 0; i < DEPTH - 1; ++i) fetch();
+  };
+  start();
 
   wait_for_previous();
   const int m0 = blockIdx.y * S::COLUMNS, rows = min(active_rows(p.n_rows, p.max_rows) - m0, S::COLUMNS);
@@ -102,14 +112,15 @@ __global__ __launch_bounds__(S::WARPS * kWarp, S::RESIDENT) void stream_kernel(c
   }
   const int k_first = first_unit * UNIT, length = segment_begin((rank + 1) * SPC, units) * UNIT - k_first;
   const size_t skipped = static_cast<size_t>(m0) * p.ldx;
-  const void* x = static_cast<const uint16_t*>(p.x) + skipped;
   if (p.norm_w != nullptr) {
-    const float* f = static_cast<const float*>(p.x) + skipped;
-    x = f;
-    square_rows<SPC>(squares, f, p.ldx, rows, p.k, UNIT, rank);
+    const float* x = static_cast<const float*>(p.x) + skipped;
+    square_rows<SPC>(squares, x, p.ldx, rows, p.k, UNIT, rank);
     inverse_rows<CL, SPC>(inverse, squares, rows, p.k, p.eps);
+    stage_normed_rows(staged, p.stride, x, p.ldx, rows, S::COLUMNS, p.k, k_first, length, p.norm_w, inverse);
+  } else {
+    const uint16_t* x = static_cast<const uint16_t*>(p.x) + skipped;
+    stage_rows(staged, p.stride, x, p.ldx, rows, S::COLUMNS, p.k, k_first, length);
   }
-  stage_rows(staged, p.stride, x, p.ldx, rows, S::COLUMNS, p.k, k_first, length, p.norm_w, inverse);
   __syncthreads();
 
   const LaneOffsets at(lane);
@@ -135,7 +146,12 @@ __global__ __launch_bounds__(S::WARPS * kWarp, S::RESIDENT) void stream_kernel(c
     }
 
     // Sums of a segment: [local][nt][row][column].
-    if (!first_block) cluster_wait<CL>();  // every block of the cluster has read the sums before
+    if (IN_RING) {
+      copy_wait<0>();
+      __syncthreads();  // every warp has read its ring
+    } else if (!first_block) {
+      cluster_wait<CL>();  // every block of the cluster has read the sums before
+    }
     first_block = false;
 #pragma unroll
     for (int mt = 0; mt < MT; ++mt) {
@@ -191,9 +207,14 @@ __global__ __launch_bounds__(S::WARPS * kWarp, S::RESIDENT) void stream_kernel(c
       }
     }
     cluster_arrive<CL>();
+    if (IN_RING) {
+      cluster_wait<CL>();
+      slot = ring;
+      start();
+    }
   }
   copy_wait<0>();
-  if (CL > 1 && !first_block) cluster_wait<CL>();
+  if (CL > 1 && !first_block && !IN_RING) cluster_wait<CL>();
 }
 
 using Kernel = void (*)(Params);

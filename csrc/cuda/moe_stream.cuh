@@ -190,7 +190,7 @@ __global__ __launch_bounds__(S::WARPS * kWarp, S::RESIDENT) void stream_moe_kern
     square_rows<SPC>(squares, x, p.k, rows, p.k, kMoeGranule, rank);
     inverse_rows<CL, SPC>(inverse, squares, rows, p.k, p.eps);
     cluster_arrive<CL>();  // nobody leaves before its squares were read; met by the first wait below
-    stage_rows(staged, p.stride, x, p.k, rows, S::COLUMNS, p.k, staged_first,
+    stage_normed_rows(staged, p.stride, x, p.k, rows, S::COLUMNS, p.k, staged_first,
                segment_begin((rank + 1) * SPC, granules(p.k)) * kMoeGranule - staged_first, p.norm_w, inverse);
     __syncthreads();
   }

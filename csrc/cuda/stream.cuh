@@ -341,37 +341,47 @@ __device__ __forceinline__ void inverse_rows(float* inverse, const float* sq, in
 }
 
 // Puts rows of x over [k_begin, k_begin + length) into shared memory as bf16 in the multiplication's order; beyond `rows` and k are zeros.
-// norm_w null: x is bf16 and taken as it is; else x is f32, and r(x * inverse[row] * norm_w) is what is put.
-__device__ __forceinline__ void stage_rows(uint8_t* staged, int stride, const void* x, int ldx, int rows, int columns, int k,
-                                           int k_begin, int length, const float* norm_w, const float* inverse) {
-  constexpr int kAhead = 4;  // pieces of eight elements that a thread has in flight
+// AHEAD: pieces of eight elements that a thread has in flight. piece(row, k): one of them.
+template <int AHEAD, typename Piece>
+__device__ __forceinline__ void stage_pieces(uint8_t* staged, int stride, int rows, int columns, int k, int k_begin, int length,
+                                             const Piece& piece) {
   const int pieces = length / 8, count = columns * pieces;
-  for (int first = threadIdx.x; first < count; first += kAhead * blockDim.x) {
-    uint4 v[kAhead];
+  for (int first = threadIdx.x; first < count; first += AHEAD * blockDim.x) {
+    uint4 v[AHEAD];
 #pragma unroll
-    for (int a = 0; a < kAhead; ++a) {
+    for (int a = 0; a < AHEAD; ++a) {
       const int i = first + a * blockDim.x, row = i / pieces, at = k_begin + i % pieces * 8;
-      v[a] = make_uint4(0, 0, 0, 0);
-      if (i >= count || row >= rows || at >= k) continue;
-      if (norm_w == nullptr) {
-        v[a] = *reinterpret_cast<const uint4*>(static_cast<const uint16_t*>(x) + static_cast<size_t>(row) * ldx + at);
-      } else {
-        const float4* p = reinterpret_cast<const float4*>(static_cast<const float*>(x) + static_cast<size_t>(row) * ldx + at);
-        const float4* g = reinterpret_cast<const float4*>(norm_w + at);
-        const float4 lo = p[0], hi = p[1], gl = __ldg(g), gh = __ldg(g + 1);
-        const float f = inverse[row];
-        v[a].x = pack_bf16(__fmul_rn(__fmul_rn(lo.x, f), gl.x), __fmul_rn(__fmul_rn(lo.y, f), gl.y));
-        v[a].y = pack_bf16(__fmul_rn(__fmul_rn(lo.z, f), gl.z), __fmul_rn(__fmul_rn(lo.w, f), gl.w));
-        v[a].z = pack_bf16(__fmul_rn(__fmul_rn(hi.x, f), gh.x), __fmul_rn(__fmul_rn(hi.y, f), gh.y));
-        v[a].w = pack_bf16(__fmul_rn(__fmul_rn(hi.z, f), gh.z), __fmul_rn(__fmul_rn(hi.w, f), gh.w));
-      }
+      v[a] = i < count && row < rows && at < k ? piece(row, at) : make_uint4(0, 0, 0, 0);
     }
 #pragma unroll
-    for (int a = 0; a < kAhead; ++a) {
+    for (int a = 0; a < AHEAD; ++a) {
       const int i = first + a * blockDim.x;
       if (i < count) *reinterpret_cast<uint4*>(staged + i / pieces * stride + i % pieces * 16) = in_order(v[a]);
     }
   }
+}
+
+// x bf16, taken as it is.
+__device__ __forceinline__ void stage_rows(uint8_t* staged, int stride, const uint16_t* x, int ldx, int rows, int columns, int k,
+                                           int k_begin, int length) {
+  stage_pieces<8>(staged, stride, rows, columns, k, k_begin, length, [&](int row, int at) {
+    return *reinterpret_cast<const uint4*>(x + static_cast<size_t>(row) * ldx + at);
+  });
+}
+
+// x f32: r(x * inverse[row] * norm_w).
+__device__ __forceinline__ void stage_normed_rows(uint8_t* staged, int stride, const float* x, int ldx, int rows, int columns, int k,
+                                                  int k_begin, int length, const float* norm_w, const float* inverse) {
+  stage_pieces<4>(staged, stride, rows, columns, k, k_begin, length, [&](int row, int at) {
+    const float4* p = reinterpret_cast<const float4*>(x + static_cast<size_t>(row) * ldx + at);
+    const float4* g = reinterpret_cast<const float4*>(norm_w + at);
+    const float4 lo = p[0], hi = p[1], gl = __ldg(g), gh = __ldg(g + 1);
+    const float f = inverse[row];
+    return make_uint4(pack_bf16(__fmul_rn(__fmul_rn(lo.x, f), gl.x), __fmul_rn(__fmul_rn(lo.y, f), gl.y)),
+                      pack_bf16(__fmul_rn(__fmul_rn(lo.z, f), gl.z), __fmul_rn(__fmul_rn(lo.w, f), gl.w)),
+                      pack_bf16(__fmul_rn(__fmul_rn(hi.x, f), gh.x), __fmul_rn(__fmul_rn(hi.y, f), gh.y)),
+                      pack_bf16(__fmul_rn(__fmul_rn(hi.z, f), gh.z), __fmul_rn(__fmul_rn(hi.w, f), gh.w)));
+  });
 }
 
 }  // namespace cuda

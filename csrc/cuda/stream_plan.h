@@ -43,8 +43,11 @@ constexpr int staged_length(int k, int cl, int granule) {
 constexpr int staged_stride(int k) { return k * 2 + (k / 32 % 2 == 0 ? 64 : 0); }
 
 constexpr size_t ring_bytes(const Variant& v) { return static_cast<size_t>(v.warps) * v.depth * v.mt * kRingBytes; }
+// Whether the segments' sums take the ring's place: for many rows there is no room for both beside the activations.
+constexpr bool sums_in_ring(int nt) { return nt >= 8; }
 constexpr size_t linear_shared(const Variant& v, WeightKind kind, int k) {
-  return ring_bytes(v) + static_cast<size_t>(kSegments / v.cl) * rows_of(v) * v.nt * kColumns * 4 +
+  const size_t ring = ring_bytes(v), sums = static_cast<size_t>(kSegments / v.cl) * rows_of(v) * v.nt * kColumns * 4;
+  return (sums_in_ring(v.nt) ? (ring > sums ? ring : sums) : ring + sums) +
          static_cast<size_t>(v.nt) * kColumns * staged_stride(staged_length(k, v.cl, unit_of(kind)));
 }
 constexpr size_t moe_shared(const Variant& v, int k, bool down) {

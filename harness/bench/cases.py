@@ -14,7 +14,9 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Case:
-    """An operation of csrc/ops.h at one shape. Sizes that an operation has not are 0.
+    """An operation of csrc/ops.h at one shape, or moe_block: the router's product, its choice, and moe.
+
+    Sizes that an operation has not are 0.
 
     ``K`` is the input's width and ``N`` the output's: for moe the hidden and the expert's inner size, for select,
     tree_build and record the vocabulary. ``T`` keys are committed.
@@ -27,7 +29,8 @@ class Case:
     N: int = 0
     T: int = 0
     kind: str = ""
-    """Weights: f32 or int4; empty where there are none."""
+    """Weights: f32 or int4; with bf16 activations bf16 or int4-bf16; empty where there are none. A shared expert's
+    are f32 or bf16."""
     experts: int = 0
     top_k: int = 0
     shared: int = 0
@@ -69,7 +72,7 @@ class _Sizes:
     inner: int
     shared: int
     kinds: tuple[str, ...]
-    """Of the experts: f32 ones of K2.6's sizes fit no memory."""
+    """Of the experts: f32 and bf16 ones of K2.6's sizes fit no memory."""
     vocab: int
     layers: int
     contexts: tuple[int, ...]
@@ -78,10 +81,12 @@ class _Sizes:
     """Depths L and budget B."""
 
 
+KINDS = ("f32", "int4", "bf16", "int4-bf16")
+
 TINY = _Sizes(
     hidden=64, linears=((64, 128),), heads=4, mla=(32, 16, 8, 16), drafter=(8, 4, 16), experts=16, top_k=4, inner=32,
     shared=32,
-    kinds=("f32", "int4"), vocab=512, layers=6, contexts=(64,), widths=(1, 8), trees=((7, 7),),
+    kinds=KINDS, vocab=512, layers=6, contexts=(64,), widths=(1, 8), trees=((7, 7),),
 )  # fmt: skip
 
 
@@ -90,7 +95,7 @@ def _k26(device: str) -> _Sizes:
     return _Sizes(
         hidden=7168, linears=((7168, 4096), (2048, 7168)), heads=64, mla=(512, 128, 64, 128), drafter=(64, 8, 128),
         experts=384 if gpu else 32,  # 9.5 GB in INT4; 32 experts are 0.8 GB
-        top_k=8, inner=2048, shared=2048, kinds=("int4",), vocab=163840, layers=61 if gpu else 8,
+        top_k=8, inner=2048, shared=2048, kinds=("int4", "int4-bf16"), vocab=163840, layers=61 if gpu else 8,
         contexts=(1024, 4096, 32768, 131072) if gpu else (1024, 4096),
         widths=(1, 4, 8, 16, 64) if gpu else (1, 4, 16), trees=((15, 16), (15, 64)),
     )  # fmt: skip
@@ -102,11 +107,12 @@ def _family(family: str, s: _Sizes) -> Iterable[Case]:
     draft: Any = dict(zip(("heads", "kv_heads", "v"), s.drafter, strict=True))
     moe: Any = {"experts": s.experts, "top_k": s.top_k}
     for m in s.widths:
-        for kind in ("f32", "int4"):
+        for kind in KINDS:
             for k, n in s.linears:
                 yield Case("linear", family, m, k, n, kind=kind)
         for kind in s.kinds:
             yield Case("moe", family, m, s.hidden, s.inner, kind=kind, shared=s.shared, **moe)
+            yield Case("moe_block", family, m, s.hidden, s.inner, kind=kind, shared=s.shared, **moe)
         for keys in s.contexts:
             yield Case("mla_attention", family, m, T=keys, **mla)
             yield Case("draft_attention", family, m, T=keys, **draft)

@@ -1,8 +1,8 @@
-"""Times as medians with their spread: by the wall clock on a CPU, from the device's own record on a GPU.
+"""Times as medians with their spread: by the wall clock on a CPU, by events around a graph's replay on a GPU.
 
-A GPU's operations run on the engine's private stream and their bindings wait for each call, so that neither torch's
-events nor its graphs see them; the record (CUPTI, through torch's profiler) does, without the host's share. What is
-timed there for peers and floors is timed the same way, so that ratios compare like with like.
+On a GPU the calls of a case follow each other in one graph, the engine's through its bindings' sequences (they run on
+its own stream), peers' and floors' through torch's: the time of a call is the replay's over their number, gaps between
+launches included, the host's share not. What is compared is timed the same way.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 
 Call = Callable[[], Any]
 FEWEST, MOST = 5, 400
+NODES = 40  # calls of a replay, at least
 
 
 class MeasureError(Exception):
@@ -55,47 +56,53 @@ def wall(calls: Sequence[Call], seconds: float) -> Timing:
     return summarise(samples)
 
 
-def busy(intervals: Sequence[tuple[float, float]]) -> float:
-    """The time that at least one of the intervals covers: overlapping launches count once, gaps not at all."""
-    total, reached = 0.0, float("-inf")
-    for begin, end in sorted(intervals):
-        total += max(0.0, end - max(begin, reached))
-        reached = max(reached, end)
-    return total
+def in_turn(calls: Sequence[Call]) -> list[Call]:
+    """At least NODES calls of a replay: in turn, round and round, so that starting the graph does not show."""
+    return [calls[i % len(calls)] for i in range(max(len(calls), NODES))]
 
 
-def per_call(intervals: Sequence[tuple[float, float]], count: int) -> list[float]:
-    """Busy time of each of ``count`` calls that all launched equally often; `MeasureError` if they did not."""
-    if count < 1 or not intervals or len(intervals) % count:
-        raise MeasureError(f"{len(intervals)} launches were recorded for {count} calls")
-    ordered, each = sorted(intervals), len(intervals) // count
-    return [busy(ordered[i : i + each]) for i in range(0, len(ordered), each)]
+def replays(replay: Callable[[], float], count: int, seconds: float) -> Timing:
+    """``replay`` runs ``count`` calls and gives their microseconds; one to warm up, then at least FEWEST samples."""
+    replay()
+    samples: list[float] = []
+    end = time.perf_counter() + seconds
+    while len(samples) < FEWEST or (time.perf_counter() < end and len(samples) < MOST):
+        samples.append(replay() / count)
+    return summarise(samples)
+
+
+def between_events(run: Call, stream: Any = None) -> Callable[[], float]:
+    """A replay for `replays`: ``run`` between two events on a torch stream (default: the current one), microseconds."""
+    import torch
+
+    on = stream or torch.cuda.current_stream()
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+
+    def replay() -> float:
+        begin.record(on)
+        run()
+        end.record(on)
+        end.synchronize()
+        return 1e3 * float(begin.elapsed_time(end))
+
+    return replay
 
 
 def gpu(calls: Sequence[Call], seconds: float) -> Timing:
-    """As `wall`, kernel time alone: copies and fills around a call (its arguments, its guard zones) are left out."""
+    """Calls of torch, or of whatever launches on its current stream, as one graph."""
     import torch
 
     for call in calls:  # a first call may compile, or plan its launches
         call()
     torch.cuda.synchronize()
-    begin = time.perf_counter()
-    calls[0]()
-    torch.cuda.synchronize()
-    each = max(time.perf_counter() - begin, 1e-5)
-    count = min(max(FEWEST, int(seconds / each)), MOST)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as trace:
-        for i in range(count):
-            calls[i % len(calls)]()
-        torch.cuda.synchronize()
-    spans = [
-        (float(event.time_range.start), float(event.time_range.end))
-        for event in trace.events()
-        if event.device_type == torch.autograd.DeviceType.CUDA and not event.name.startswith(("Memcpy", "Memset"))
-    ]
-    return summarise(per_call(spans, count))
+    graph = torch.cuda.CUDAGraph()
+    turns = in_turn(calls)
+    with torch.cuda.graph(graph):
+        for call in turns:
+            call()
+    return replays(between_events(graph.replay), len(turns), seconds)
 
 
 def clock(device: str) -> Callable[[Sequence[Call], float], Timing]:
-    """The clock of ``cpu`` or ``cuda``."""
+    """The clock of peers and ceilings on ``cpu`` or ``cuda``; of the engine's calls see `harness.bench.operands`."""
     return gpu if device == "cuda" else wall

@@ -6,7 +6,7 @@ scratch, and waiting for the result. Weights are random nibbles and numbers; no 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -15,12 +15,14 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.library import library, named_errors
-from harness.bench import work
+from harness.bench import clock, work
 from harness.bench.cases import Case
 from harness.bench.clock import Call
 from refs.quant import groups
 
 COPIES = 400  # more are never called: harness.bench.clock.MOST
+OPERATIONS = {"moe_block": ("linear", "router", "moe")}
+"""Of cases that are several; their arguments are then a list for each."""
 BLOCK = 16  # block_size of trees, where a case names no depth
 I32 = npt.NDArray[np.int32]
 
@@ -34,8 +36,12 @@ class Calls:
     """Of each call, as csrc/bindings_ops.cpp takes them; results among them."""
     bytes_each: int
     """Of the operands that differ from call to call."""
-    distinct: float | None
-    """Experts that a call touches, on average; None where there are none."""
+    ids: list[Any]
+    """Of each call that has experts: whom its rows go to, once it has run."""
+
+    def distinct(self) -> float | None:
+        """Experts that a call touches, on average; None where there are none."""
+        return float(np.mean([len(np.unique(ids.cpu().numpy())) for ids in self.ids])) if self.ids else None
 
 
 def binary_parents(m: int) -> I32:
@@ -89,25 +95,56 @@ class Bench:
         arguments, size = make(case, 0)
         copies = min(max(2, -(-rotate // max(size, 1))), COPIES)
         every = [arguments, *(make(case, i)[0] for i in range(1, copies))]
-        distinct = None
-        if case.op == "moe":
-            distinct = float(np.mean([len(np.unique(routes(case, i))) for i in range(copies)]))
-        operation = getattr(self.lib, case.op)
+        operations = [getattr(self.lib, name) for name in OPERATIONS.get(case.op, (case.op,))]
         if self.device != "cpu":
             self.torch.cuda.synchronize()  # operands come from torch's stream, operations run on the backend's
+
+        ids = [
+            given[2][3] if case.op == "moe_block" else given[3] for given in every if case.experts and "moe" in case.op
+        ]
 
         def call(given: list[Any]) -> Call:
             def run() -> None:
                 with named_errors():
-                    operation(self.handle, *given)
+                    for operation, its in zip(operations, given if len(operations) > 1 else [given], strict=True):
+                        operation(self.handle, *its)
 
             return run
 
-        return Calls([call(given) for given in every], every, size, distinct)
+        return Calls([call(given) for given in every], every, size, ids)
+
+    def timed(self, calls: Sequence[Call], seconds: float) -> clock.Timing:
+        """Of calls made here: on a GPU noted as a sequence and replayed as the engine replays its steps."""
+        if self.device == "cpu":
+            return clock.wall(calls, seconds)
+        for call in calls:
+            call()
+        turns = clock.in_turn(calls)
+        with named_errors():
+            sequence = self.lib.sequence_begin(self.handle)
+            try:
+                for call in turns:
+                    call()
+                self.lib.sequence_end(self.handle)
+                stream = self.torch.cuda.ExternalStream(self.lib.backend_stream(self.handle))
+                run = clock.between_events(lambda: self.lib.sequence_run(self.handle, sequence), stream)
+                return clock.replays(run, len(turns), seconds)
+            finally:
+                self.lib.sequence_drop(self.handle, sequence)
 
     def uniform(self, *shape: int) -> Any:
         """f32 in [-1, 1)."""
         return self.torch.empty(shape, device=self.device).uniform_(-1, 1, generator=self._generator)
+
+    def numbers(self, kind: str, *shape: int) -> Any:
+        """The same, for kinds with bf16 activations as the bits of bf16 numbers."""
+        made = self.uniform(*shape)
+        return made.to(self.torch.bfloat16).view(self.torch.uint16) if kind.endswith("bf16") else made
+
+    def _empty(self, kind: str, *shape: int) -> Any:
+        """Zeros of what products read."""
+        dtype = self.torch.uint16 if kind.endswith("bf16") else self.torch.float32
+        return self.torch.zeros(shape, dtype=dtype, device=self.device)
 
     def bytes_of(self, *shape: int) -> Any:
         """Random bytes."""
@@ -116,8 +153,8 @@ class Bench:
     def weight(self, kind: str, *shape: int) -> tuple[Any, Any]:
         """[..., n, k] and its scales; int4: random nibbles, each group's scale 1/64 as the bytes of a bf16."""
         torch, outer, count = self.torch, shape[:-1], groups(shape[-1])
-        if kind == "f32":
-            return self.uniform(*shape), torch.empty(0, dtype=torch.uint8, device=self.device)
+        if not kind.startswith("int4"):
+            return self.numbers(kind, *shape), torch.empty(0, dtype=torch.uint8, device=self.device)
         scale = torch.full((*outer, count), 1 / 64, dtype=torch.bfloat16, device=self.device)
         return self.bytes_of(*outer, 16 * count), scale.view(torch.uint8)
 
@@ -156,8 +193,8 @@ class Bench:
 
     def _linear(self, c: Case, copy: int) -> tuple[list[Any], int]:
         w, scale = self.weight(c.kind, c.N, c.K)
-        none = self._zeros(0)
-        given = [self.uniform(c.M, c.K), none, 1e-5, [w], [scale], [self._zeros(c.M, c.N)], 0, self._state(c)]
+        x, none, out = self.numbers(c.kind, c.M, c.K), self._zeros(0), self._zeros(c.M, c.N)
+        given = [x, none, 1e-5, [w], [scale], [out], 0, self._state(c), c.kind.endswith("bf16")]
         return given, work.weight_bytes(c.kind, c.N, c.K)
 
     def _moe(self, c: Case, copy: int) -> tuple[list[Any], int]:
@@ -165,14 +202,32 @@ class Bench:
         shapes = ((c.N, c.K), (c.N, c.K), (c.K, c.N))
         stored = self._kept("experts", lambda: [self.weight(c.kind, c.experts, *s) for s in shapes])
         around = ((c.shared, c.K), (c.shared, c.K), (c.K, c.shared))
-        shared = self._kept("shared", lambda: [self.uniform(*s) for s in around] if c.shared else [])
+        shared = self._kept("shared", lambda: [self.numbers(c.kind, *s) for s in around] if c.shared else [])
         weights = self.torch.full((c.M, c.top_k), 1 / c.top_k, device=self.device)
         given = [
             self.uniform(c.M, c.K), self.uniform(c.K), 1e-5, self._ints(routes(c, copy)), weights,
             [w for w, _ in stored], [s for _, s in stored], shared,
-            self._zeros(c.M, c.top_k, c.N), self._zeros(c.M, c.shared), self._zeros(c.M, c.K), self._state(c),
+            self._empty(c.kind, c.M, c.top_k, c.N), self._empty(c.kind, c.M, c.shared), self._zeros(c.M, c.K),
+            self._state(c), c.kind.endswith("bf16"),
         ]  # fmt: skip
         return given, work.of(c).bytes
+
+    def _moe_block(self, c: Case, copy: int) -> tuple[list[Any], int]:
+        """The router's logits deviate by about 1 and have no bias: every row chooses evenly and for itself."""
+        moe, size = self._moe(c, copy)
+        kind = "bf16" if c.kind.endswith("bf16") else "f32"
+
+        def weight() -> tuple[Any, Any]:
+            even = self.uniform(c.experts, c.K) * (3 / c.K**0.5)
+            none = self.torch.empty(0, dtype=self.torch.uint8, device=self.device)
+            return (even if kind == "f32" else even.to(self.torch.bfloat16).view(self.torch.uint16)), none
+
+        router = self._kept("router", weight)
+        logits, ids = self._zeros(c.M, c.experts), self._ints(np.zeros((c.M, c.top_k)))
+        weights, state = self._zeros(c.M, c.top_k), moe[11]
+        product = [moe[0], moe[1], 1e-5, [router[0]], [router[1]], [logits], 0, state, moe[12]]
+        choice = [logits, self._zeros(c.experts), ids, weights, 1, 1, True, 2.827, 0, state]
+        return [product, choice, [*moe[:3], ids, weights, *moe[5:]]], size
 
     def _mla_attention(self, c: Case, copy: int) -> tuple[list[Any], int]:
         q = [self.uniform(c.M, c.heads, c.rank), self.uniform(c.M, c.heads, c.rope)]

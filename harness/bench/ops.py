@@ -66,8 +66,8 @@ def measure(bench: Bench, case: Case, limits: Ceilings, present: Sequence[Peer],
     rotate = min(COLD * limits.cache_bytes, int(SHARE_OF_MEMORY * free_bytes(bench.device)))
     made = bench.calls(case, rotate)
     copies = len(made.calls)
-    timing = timer(made.calls, seconds)
-    todo = work.of(case, made.distinct)
+    timing = bench.timed(made.calls, seconds)
+    todo = work.of(case, made.distinct())
     rotated = copies * made.bytes_each  # also with fewer samples: making the copies touched every one
     del made  # a peer's operands take its place
     times: dict[str, float] = {}

@@ -44,7 +44,7 @@ def int4pack_calls(case: Case, copies: int) -> Sequence[Call] | None:
     """INT4 in groups of 32 with bf16 activations."""
     import torch
 
-    if case.op != "linear" or case.kind != "int4":
+    if case.op != "linear" or not case.kind.startswith("int4"):
         return None
 
     def call() -> Call:
@@ -63,7 +63,7 @@ def humming_calls(case: Case, copies: int, *, invariant: bool) -> Sequence[Call]
 
     humming: Any = importlib.import_module("humming.layer")
 
-    if case.op != "linear" or case.kind != "int4":
+    if case.op != "linear" or not case.kind.startswith("int4"):
         return None
     compute = {"use_batch_invariant": invariant, "gemm_type": "dense"}
 

@@ -33,14 +33,14 @@ def _narrow(case: str, widths: tuple[int, ...], floor: float, fast: float, invar
 
 UP_TO_16 = (1, 4, 8, 16)
 TARGETS = (
-    _narrow("k26-linear-int4-k7168-n4096-*", UP_TO_16, 1.35, 1.6, 5.0),
-    _narrow("k26-linear-int4-k7168-n4096-*", (64,), 1.7, 1.7, 5.0),
-    _narrow("k26-linear-int4-k2048-n7168-*", UP_TO_16, 1.6, 1.7, 2.6),
-    _narrow("k26-linear-int4-k2048-n7168-*", (64,), 2.0, 1.7, 2.3),
-    Target("cuda", "k26-moe-int4-*-e384-*", (1,), 1.25),
-    Target("cuda", "k26-moe-int4-*-e384-*", (4,), 1.15),
-    Target("cuda", "k26-moe-int4-*-e384-*", (16,), 1.12),
-    Target("cuda", "k26-moe-int4-*-e384-*", (64,), 1.10),
+    _narrow("k26-linear-int4-bf16-k7168-n4096-*", UP_TO_16, 1.35, 1.6, 5.0),
+    _narrow("k26-linear-int4-bf16-k7168-n4096-*", (64,), 1.7, 1.7, 5.0),
+    _narrow("k26-linear-int4-bf16-k2048-n7168-*", UP_TO_16, 1.6, 1.7, 2.6),
+    _narrow("k26-linear-int4-bf16-k2048-n7168-*", (64,), 2.0, 1.7, 2.3),
+    Target("cuda", "k26-moe_block-int4-bf16-*-e384-*", (1,), 1.25),
+    Target("cuda", "k26-moe_block-int4-bf16-*-e384-*", (4,), 1.15),
+    Target("cuda", "k26-moe_block-int4-bf16-*-e384-*", (16,), 1.12),
+    Target("cuda", "k26-moe_block-int4-bf16-*-e384-*", (64,), 1.10),
     Target("cuda", "k26-mla_attention-t1024-*", UP_TO_16, peers=(("flash-mla", 1.5),)),
     Target("cuda", "k26-mla_attention-t4096-*", UP_TO_16, peers=(("flash-mla", 1.5),)),
     Target("cuda", "k26-mla_attention-t32768-*", (16, 64), peers=(("flash-mla", 0.95),)),
@@ -51,7 +51,7 @@ TARGETS = (
     Target("cuda", "k26-kv_commit-*", us=10.0),
     Target("cuda", "step-int4-ar-k26-*", (1,), 1.25),
     Target("cuda", "step-int4-ddtree-k26-*", (16,), 1.18),
-    Target("cpu", "k26-linear-int4-*", (1,), peers=(("ggml", 1.2),)),
+    Target("cpu", "k26-linear-int4-k*", (1,), peers=(("ggml", 1.2),)),
     Target("cpu", "k26-linear-f32-*", (4,), floor=1 / CPU_READ_SHARE),
 )
 

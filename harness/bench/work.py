@@ -25,14 +25,14 @@ class Work:
 
 def weight_bytes(kind: str, n: int, k: int) -> int:
     """A matrix [n, k]: f32; bf16; or int4 as docs/model.md stores it, nibbles in whole groups and a bf16 scale each."""
-    if kind == "int4":
+    if kind.startswith("int4"):
         return n * groups(k) * (GROUP // 2 + 2)
     return n * k * (2 if kind == "bf16" else F32)
 
 
 def linear(m: int, k: int, n: int, kind: str) -> Work:
-    """y [m, n] = x [m, k] W^T; weights read once, x read and y written in f32."""
-    return Work(weight_bytes(kind, n, k) + F32 * m * (k + n), 2 * m * k * n)
+    """y [m, n] = x [m, k] W^T; weights read once, x read in f32 or bf16 and y written in f32."""
+    return Work(weight_bytes(kind, n, k) + m * (k * (2 if kind.endswith("bf16") else F32) + F32 * n), 2 * m * k * n)
 
 
 def attention(m: int, keys: int, heads: int, rank: int, rope: int) -> Work:
@@ -43,9 +43,10 @@ def attention(m: int, keys: int, heads: int, rank: int, rope: int) -> Work:
 
 
 def moe(m: int, top_k: int, dim: int, inner: int, shared: int, distinct: float, kind: str) -> Work:
-    """Gate, up and down of the distinct experts, and of a shared expert in f32 whose inner size is ``shared``."""
+    """Gate, up and down of the distinct experts, and of a shared one (f32 or bf16) whose inner size is ``shared``."""
     expert = 2 * weight_bytes(kind, inner, dim) + weight_bytes(kind, dim, inner)
-    traffic = round(distinct * expert) + 3 * F32 * shared * dim + F32 * m * 2 * dim
+    around = weight_bytes("bf16" if kind.endswith("bf16") else "f32", shared, dim)
+    traffic = round(distinct * expert) + 3 * around + F32 * m * 2 * dim
     return Work(traffic, 6 * m * dim * (top_k * inner + shared))
 
 
@@ -67,9 +68,13 @@ def of(case: Case, distinct: float | None = None) -> Work:
         return Work(traffic + 2 * F32 * m * (c.rank + c.rope), 2 * m * c.heads * c.nope * c.rank)
     if c.op == "mla_value":
         return Work(F32 * (c.heads * c.v * c.rank + m * c.heads * (c.rank + c.v)), 2 * m * c.heads * c.v * c.rank)
-    if c.op == "moe":
+    if c.op in ("moe", "moe_block"):
         used = expected_distinct(c.experts, c.top_k, m) if distinct is None else distinct
-        return moe(m, c.top_k, c.K, c.N, c.shared, used, c.kind)
+        block = moe(m, c.top_k, c.K, c.N, c.shared, used, c.kind)
+        if c.op == "moe":
+            return block
+        router = weight_bytes("bf16" if c.kind.endswith("bf16") else "f32", c.experts, c.K)
+        return Work(block.bytes + router, block.flops + 2 * m * c.K * c.experts)
     if c.op == "draft_attention":  # every row against the context and the whole block
         keys = c.T + m
         return Work(F32 * (2 * keys * c.kv_heads + 2 * m * c.heads) * c.v, 4 * m * c.heads * keys * c.v)

@@ -7,9 +7,9 @@ from fnmatch import fnmatchcase
 
 import pytest
 
-from harness.bench.cases import cases, choose
+from harness.bench.cases import KINDS, cases, choose
 from harness.bench.command import CONFIGS
-from harness.bench.operands import binary_parents, paths, routes
+from harness.bench.operands import OPERATIONS, binary_parents, paths, routes
 from harness.bench.step import K26, WIDTHS, plans
 from harness.bench.targets import TARGETS, verdicts
 from harness.sources import ROOT
@@ -18,12 +18,12 @@ from harness.sources import ROOT
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_every_operation_of_the_bindings_has_cases_in_both_families(device: str) -> None:
     text = (ROOT / "csrc" / "bindings_ops.cpp").read_text("utf-8")
-    bound = set(re.findall(r'm\.impl\("(\w+)"', text)) - {"backend_open", "backend_close", "backend_counters"}
+    bound = {n for n in re.findall(r'm\.impl\("(\w+)"', text) if not n.startswith(("backend_", "sequence_"))}
     bound -= {"isa_names"}
     bound -= {"unshard", "checksum", "draw_experts"}  # of several ranks, which `bench.ranks` times, and of loading
     assert len(bound) >= 15
     for family in ("tiny", "k26"):
-        assert {case.op for case in cases(device) if case.family == family} == bound
+        assert {case.op for case in cases(device) if case.family == family} == bound | set(OPERATIONS)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -38,7 +38,7 @@ def test_the_promised_shapes_are_there() -> None:
     for device in ("cpu", "cuda"):
         names = {case.name for case in cases(device)}
         for shape in ("k7168-n4096", "k2048-n7168"):
-            assert {f"k26-linear-{kind}-{shape}-m1" for kind in ("f32", "int4")} <= names
+            assert {f"k26-linear-{kind}-{shape}-m1" for kind in KINDS} <= names
         assert {"k26-tree_build-n163840-l15-b16-m17", "k26-tree_build-n163840-l15-b64-m65"} <= names
         assert {f"k26-mla_attention-t{t}-h64-m1" for t in (1024, 4096)} <= names
     assert "k26-moe-int4-k7168-n2048-e384-m64" in {case.name for case in cases("cuda")}
@@ -63,7 +63,7 @@ def test_every_target_is_of_some_case(target: object) -> None:
 
 
 def test_verdicts_compare_in_the_right_direction() -> None:
-    name = "k26-linear-int4-k7168-n4096-m1"
+    name = "k26-linear-int4-bf16-k7168-n4096-m1"
 
     def ask(us: float, x_floor: float, **peers: float) -> dict[str, bool | None]:
         named = {key.replace("_", "-"): value for key, value in peers.items()}

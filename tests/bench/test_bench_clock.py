@@ -1,8 +1,6 @@
-"""Medians, spreads and the union of launches against brute force."""
+"""Medians, spreads, and the shares of a replay."""
 
 from __future__ import annotations
-
-import random
 
 import pytest
 
@@ -16,22 +14,18 @@ def test_a_summary_is_the_median_with_its_quartiles() -> None:
         clock.summarise([])
 
 
-def test_busy_time_is_the_union_of_the_intervals() -> None:
-    rng = random.Random(3)
-    for _ in range(200):
-        spans = [(a, a + rng.randrange(0, 9)) for a in (rng.randrange(40) for _ in range(rng.randrange(1, 7)))]
-        covered = {t for a, b in spans for t in range(a, b)}
-        assert clock.busy([(float(a), float(b)) for a, b in spans]) == len(covered), spans
+def test_a_call_of_a_replay_takes_its_share() -> None:
+    given = iter([900.0, *(float(t) for t in range(100, 200, 10))])
+    timing = clock.replays(lambda: next(given), 10, 1e-9)
+    assert timing == clock.Timing(12.0, 11.0, 13.0, 10.0, clock.FEWEST), "the first replay is to warm up"
 
 
-def test_launches_are_dealt_out_to_calls_in_order() -> None:
-    spans = [(10.0, 12.0), (0.0, 1.0), (1.5, 2.0), (11.0, 15.0)]
-    assert clock.per_call(spans, 2) == [1.5, 5.0]
-    for count in (0, 3):
-        with pytest.raises(clock.MeasureError, match="4 launches"):
-            clock.per_call(spans, count)
-    with pytest.raises(clock.MeasureError, match="0 launches"):
-        clock.per_call([], 2)
+def test_a_replay_holds_every_call_and_enough_of_them() -> None:
+    calls = [(lambda i=i: i) for i in range(3)]  # type: ignore[misc]
+    turns = clock.in_turn(calls)
+    assert len(turns) == clock.NODES
+    assert [t() for t in turns[:7]] == [0, 1, 2, 0, 1, 2, 0]
+    assert len(clock.in_turn(calls * 100)) == 300
 
 
 def test_calls_take_turns() -> None:

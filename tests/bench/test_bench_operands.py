@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from harness.bench.cases import Case, cases, choose
-from harness.bench.operands import Bench
+from harness.bench.cases import KINDS, Case, cases, choose
+from harness.bench.operands import OPERATIONS, Bench
 from harness.environment import survey
 
 F64 = npt.NDArray[np.float64]
@@ -42,6 +42,8 @@ def _numpy(item: Any) -> Any:
     if not hasattr(item, "cpu"):
         return item
     array = item.cpu().numpy()
+    if array.dtype == np.uint16:  # the bits of bf16 numbers
+        array = (array.astype(np.uint32) << 16).view(np.float32)
     return array.astype(np.float64) if array.dtype == np.float32 else array
 
 
@@ -56,28 +58,88 @@ def close(got: Any, want: Any) -> None:
     np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-5)
 
 
-@pytest.mark.parametrize("kind", ["f32", "int4"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("m", [1, 8])
 def test_linear(bench: Bench, kind: str, m: int) -> None:
     x, _, _, [w], _, [out], *_ = run(bench, one(f"tiny-linear-{kind}-k64-n128-m{m}"))
-    close(out, x @ (unpacked(w) if kind == "int4" else w).T)
+    close(out, x @ (unpacked(w) if kind.startswith("int4") else w).T)
 
 
-@pytest.mark.parametrize("kind", ["f32", "int4"])
-def test_moe(bench: Bench, kind: str) -> None:
-    x, norm, eps, ids, weights, experts, _, shared, _, _, out, _ = run(bench, one(f"tiny-moe-{kind}-k64-n32-e16-m8"))
-    gate, up, down = (unpacked(w) if kind == "int4" else w for w in experts)
-    b = x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * norm
+def moe(given: list[Any], kind: str) -> F64:
+    """What moe adds, from its own arguments; rounded where docs/model.md says so."""
+    x, norm, eps, ids, weights, experts, _, shared, *_ = given
+    gate, up, down = (unpacked(w) if kind.startswith("int4") else w for w in experts)
+    rounded = to_bf16 if kind.endswith("bf16") else np.asarray
+    b = rounded(x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * norm)
 
     def mlp(g: F64, u: F64, d: F64, row: F64) -> F64:
         z = g @ row
-        return np.asarray(d @ (z / (1 + np.exp(-z)) * (u @ row)))
+        return np.asarray(d @ rounded(z / (1 + np.exp(-z)) * (u @ row)))
 
-    for row in range(8):
-        want = mlp(*shared, b[row])
-        for e, weight in zip(ids[row], weights[row], strict=True):
-            want = want + weight * mlp(gate[e], up[e], down[e], b[row])
-        close(out[row], want)
+    return np.stack(
+        [
+            mlp(*shared, b[row])
+            + sum(w * mlp(gate[e], up[e], down[e], b[row]) for e, w in zip(ids[row], weights[row], strict=True))
+            for row in range(8)
+        ]
+    )
+
+
+def to_bf16(x: F64) -> F64:
+    """The nearest bf16, ties to even."""
+    bits = x.astype(np.float32).view(np.uint32)
+    return ((bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000).view(np.float32).astype(np.float64)
+
+
+def near(got: Any, want: Any, kind: str) -> None:
+    """As `close`; with bf16, f32 sums a rounding away from another bf16 are allowed to be there."""
+    if not kind.endswith("bf16"):
+        return close(got, want)
+    assert np.abs(want).max() > 1e-3
+    assert np.linalg.norm(got - want) < 2e-3 * np.linalg.norm(want)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_moe(bench: Bench, kind: str) -> None:
+    given = run(bench, one(f"tiny-moe-{kind}-k64-n32-e16-m8"))
+    near(given[10], moe(given, kind), kind)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_moe_block(bench: Bench, kind: str) -> None:
+    product, choice, given = run(bench, one(f"tiny-moe_block-{kind}-k64-n32-e16-m8"))
+    x, norm, eps, [w], _, [logits], *_ = product
+    normed = x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * norm
+    near(logits, (to_bf16(normed) if kind.endswith("bf16") else normed) @ w.T, kind)
+    assert given[3].tolist() == np.argsort(-choice[0], axis=-1)[:, :4].tolist()
+    near(given[10], moe(given, kind), kind)
+
+
+def test_a_sequence_is_its_calls(bench: Bench) -> None:
+    """Noted calls do nothing until the sequence runs, as often as it runs; a second one cannot begin meanwhile."""
+    case = one("tiny-linear-f32-k64-n128-m8")
+    made = bench.calls(case, 1)
+    for given in made.arguments:
+        given[6] = 1  # the product is added to what is there
+    sequence = bench.lib.sequence_begin(bench.handle)
+    for call in made.calls:
+        call()
+    with pytest.raises(RuntimeError, match="another sequence"):
+        bench.lib.sequence_begin(bench.handle)
+    bench.lib.sequence_end(bench.handle)
+    outs = [given[5][0] for given in made.arguments]
+    assert not any(out.any() for out in outs)
+    once = []
+    for times in (1, 2):
+        bench.lib.sequence_run(bench.handle, sequence)
+        bench.calls(one("tiny-tree_root-m1"), 1).calls[0]()  # waits for what was launched before
+        now = [_numpy(out) for out in outs]
+        once = once or now
+        for first, out in zip(once, now, strict=True):
+            close(out, times * first)
+    bench.lib.sequence_drop(bench.handle, sequence)
+    with pytest.raises(RuntimeError, match="there is none such"):
+        bench.lib.sequence_run(bench.handle, sequence)
 
 
 def test_mla_attention_over_the_tree(bench: Bench) -> None:
@@ -190,6 +252,7 @@ def test_every_tiny_case_runs_twice_without_a_fault(bench: Bench, case: Case) ->
         for call in made.calls:
             call()
     for arguments in made.arguments:
-        state = _numpy(arguments[-1])
+        last = arguments[-1] if case.op in OPERATIONS else arguments
+        state = _numpy(last[-1] if hasattr(last[-1], "shape") else last[-2])  # what follows it is the numerics
         assert state.shape == (16,)
         assert (state[8], state[5]) == (0, 0)

@@ -18,6 +18,7 @@ from engine import create
 from harness.bundles import ensure
 from harness.golden import Golden
 from tests.cuda import test_decoding as decoding
+from tests.cuda import test_products as products
 from tests.cuda import test_rows as rows
 from tests.cuda.operations import Operations
 
@@ -58,6 +59,18 @@ def operations() -> None:
         decoding.test_root(cuda, cpu)
 
 
+def bf16_products() -> None:
+    """The streaming kernels: every number of row tiles, partial tiles of every operand, both kinds and all epilogues."""
+    products.WIDTHS = (1, 9, 17, 33)
+    device = products.Device()
+    for kind in products.KINDS:
+        for k in (72, 1024):
+            products.test_linear(device, kind, k)
+            products.test_norm_and_epilogues(device, kind, k)
+        for sizes in ((200, 104, 72, 20, 4), (64, 32, 0, 300, 8)):
+            products.test_moe(device, kind, sizes)
+
+
 def cells() -> None:
     """A decode of each precision and decoder, in poisoned memory, against the golden tokens and the guard zones."""
     asked = [("tiny", ("", "noisy"), 9), ("dflash", ("dflash",), 21)]
@@ -75,7 +88,7 @@ def cells() -> None:
 
 def main() -> int:
     """Run both parts and say how long each took."""
-    for part in (operations, cells):
+    for part in (operations, bf16_products, cells):
         start = time.monotonic()
         part()
         print(f"{part.__name__}: {time.monotonic() - start:.1f} s", flush=True)
