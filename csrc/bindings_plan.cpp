@@ -5,7 +5,7 @@
 namespace kdtree {
 namespace {
 
-// product: linear, gate_up or down. The variant as `mt nt cl warps depth resident shared`, shared in bytes a block; or `generic`.
+// product: linear, gate_up or down. The variant as `mt nt cl warps depth resident held shared`, shared in bytes a block; or `generic`.
 std::string product_plan(std::string product, bool int4, int64_t k, int64_t rows, bool paired, bool clusters, int64_t shared) {
   const stream::Device device{clusters, 132, static_cast<size_t>(shared)};
   const WeightKind kind = int4 ? WeightKind::kInt4 : WeightKind::kBf16;
@@ -25,7 +25,7 @@ std::string product_plan(std::string product, bool int4, int64_t k, int64_t rows
   if (chosen == nullptr) return "generic";
   const stream::Variant& v = *chosen;
   std::string text;
-  for (const int n : {v.mt, v.nt, v.cl, v.warps, v.depth, v.resident}) text += std::to_string(n) + " ";
+  for (const int n : {v.mt, v.nt, v.cl, v.warps, v.depth, v.resident, v.held}) text += std::to_string(n) + " ";
   return text + std::to_string(bytes);
 }
 

@@ -61,7 +61,7 @@ bool CudaBackend::down_stream(const MoeArgs& a) {
   const char* const name = int4 ? "experts_int4_bf16_down" : "experts_bf16_down";
   const size_t shared = stream::moe_shared(v, a.down.k, true);
   const int clusters = resident_clusters(reinterpret_cast<const void*>(kernel), name, v.cl, v.warps * kWarp, shared);
-  const int columns = v.nt * kColumns;
+  const int columns = v.held * kColumns;
   launch_clusters(name, kernel, v.cl, dim3(clusters * v.cl, (a.max_rows + columns - 1) / columns), v.warps * kWarp, shared, p);
   const CombineParams c{p.products, a.weights, a.top_k, a.down.n, a.shared_down.n > 0, a.out, a.max_rows, a.n_rows};
   launch("experts_combine", combine_kernel, dim3((a.down.n + kCombineThreads - 1) / kCombineThreads, a.max_rows), kCombineThreads, 0, c);

@@ -26,7 +26,7 @@ bool CudaBackend::gate_up_stream(const MoeArgs& a) {
   const size_t shared = stream::moe_shared(v, a.dim, false);
   const int clusters = resident_clusters(reinterpret_cast<const void*>(kernel), name, v.cl, v.warps * kWarp, shared);
   p.stride = stream::staged_stride(stream::staged_length(a.dim, v.cl, stream::kMoeGranule));
-  const int columns = v.nt * kColumns;
+  const int columns = v.held * kColumns;
   launch_clusters(name, kernel, v.cl, dim3(clusters * v.cl, (a.max_rows + columns - 1) / columns), v.warps * kWarp, shared, p);
   ++(*counting_)[int4 ? "experts_int4_bf16_stream" : "experts_bf16_stream"];
   return true;

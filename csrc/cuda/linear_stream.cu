@@ -99,14 +99,16 @@ __global__ __launch_bounds__(S::WARPS * kWarp, S::RESIDENT) void stream_kernel(c
   };
   const auto start = [&]() {
     if (IN_RING) open(), copy_slot = ring;
-#pragma unroll
+#pragma unroll 1
     for (int i = 0; i < DEPTH - 1; ++i) fetch();
   };
   start();
 
   wait_for_previous();
-  const int m0 = blockIdx.y * S::COLUMNS, rows = min(active_rows(p.n_rows, p.max_rows) - m0, S::COLUMNS);
-  if (rows <= 0 && m0 > 0) {  // the whole cluster alike
+  // Rows that do not count are staged and multiplied like the others, which need not wait for the count to arrive; they are not written.
+  const int m0 = blockIdx.y * S::COLUMNS, staged_rows = min(p.max_rows - m0, S::COLUMNS);
+  const int rows = min(active_rows(p.n_rows, p.max_rows) - m0, S::COLUMNS);
+  if (m0 > 0 && rows <= 0) {  // the whole cluster alike
     copy_wait<0>();
     return;
   }
@@ -114,17 +116,16 @@ __global__ __launch_bounds__(S::WARPS * kWarp, S::RESIDENT) void stream_kernel(c
   const size_t skipped = static_cast<size_t>(m0) * p.ldx;
   if (p.norm_w != nullptr) {
     const float* x = static_cast<const float*>(p.x) + skipped;
-    square_rows<SPC>(squares, x, p.ldx, rows, p.k, UNIT, rank);
-    inverse_rows<CL, SPC>(inverse, squares, rows, p.k, p.eps);
-    stage_normed_rows(staged, p.stride, x, p.ldx, rows, S::COLUMNS, p.k, k_first, length, p.norm_w, inverse);
+    square_rows<SPC>(squares, x, p.ldx, staged_rows, p.k, UNIT, rank);
+    inverse_rows<CL, SPC>(inverse, squares, staged_rows, p.k, p.eps);
+    stage_normed_rows(staged, p.stride, x, p.ldx, staged_rows, S::COLUMNS, p.k, k_first, length, p.norm_w, inverse);
   } else {
     const uint16_t* x = static_cast<const uint16_t*>(p.x) + skipped;
-    stage_rows(staged, p.stride, x, p.ldx, rows, S::COLUMNS, p.k, k_first, length);
+    stage_rows(staged, p.stride, x, p.ldx, staged_rows, S::COLUMNS, p.k, k_first, length);
   }
   __syncthreads();
 
   const LaneOffsets at(lane);
-  const int used = (rows + kColumns - 1) / kColumns;
   const uint32_t b_row = shared_address(staged) + (lane / 4) * p.stride + (unit - first_unit) * (UNIT * 2) + lane % 4 * 16;
   uint32_t slot = ring;
   bool first_block = true;
@@ -139,7 +140,7 @@ __global__ __launch_bounds__(S::WARPS * kWarp, S::RESIDENT) void stream_kernel(c
       copy_wait<DEPTH - 2>();
       __syncwarp();
       fetch();  // into the slot that was read a step ago
-      multiply_unit<KIND, MT, NT>(acc, slot, at, used,
+      multiply_unit<KIND, MT, NT, 4>(acc, slot, at,
                                   [&](int nt, int part) { return load_shared16(b_at + nt * kColumns * p.stride + part * 64); });
       b_at += UNIT * 2;
       slot = slot + S::SLOT == ring + DEPTH * S::SLOT ? ring : slot + S::SLOT;

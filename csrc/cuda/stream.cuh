@@ -62,7 +62,7 @@ __device__ __forceinline__ uint2 load_shared8(uint32_t at) {
 
 // d = a b + c, 16x8x16, bf16 operands, f32 sums.
 __device__ __forceinline__ void multiply_add(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, const float (&c)[4]) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%11,%12,%13};"
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%11,%12,%13};"
       : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(c[0]), "f"(c[1]), "f"(c[2]), "f"(c[3]));
 }
@@ -95,13 +95,16 @@ __device__ __forceinline__ uint4 in_order(const uint4& v) {
 #define KD_CLUSTERS 0
 #endif
 
-// Barrier of a cluster of CL blocks in two halves; with CL = 1 of the block.
+// Barrier of a cluster of CL blocks in two halves; with CL = 1 of the block. It orders shared memory alone: a store that the block's own
+// fence covers is in the one memory there is of it, and who reads it after the barrier finds it. The barrier's own release is the
+// whole device's and waits for the copies in flight, which would empty the rings.
 template <int CL>
 __device__ __forceinline__ void cluster_arrive() {
 #if KD_CLUSTERS
   if constexpr (CL > 1) {
+    __threadfence_block();
     __syncwarp();
-    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
   }
 #endif
 }
@@ -231,10 +234,13 @@ struct LaneOffsets {
 };
 
 // One unit of MT tiles times NT tiles of activations. `b(nt, block)` gives a lane's sixteen bytes of activation row nt*8 + lane/4 in the
-// block-th 32 elements of the unit; tiles from `tiles` on are left out.
-template <WeightKind KIND, int MT, int NT, typename Activations>
-__device__ __forceinline__ void multiply_unit(float (&acc)[MT][NT][4], uint32_t slot, const LaneOffsets& at, int tiles,
-                                              const Activations& b) {
+// block-th 32 elements of the unit. No branch stands between the tiles, so that their
+// chains run side by side, at most MOST of them.
+template <WeightKind KIND, int MT, int NT, int MOST, int ALL, typename Activations>
+__device__ __forceinline__ void multiply_unit(float (&acc)[MT][ALL][4], uint32_t slot, const LaneOffsets& at, const Activations& b) {
+  constexpr int CHAINS = NT * MT <= MOST ? NT : MOST / MT;  // tiles whose sums are formed side by side
+  constexpr int HALVES = MT * NT <= 4 ? 2 : 1;  // of a unit that the compiler may interleave: more chains need no more company
+  static_assert(NT % CHAINS == 0, "a whole number of batches of tiles");
   if constexpr (KIND == WeightKind::kInt4) {
     uint2 scale[MT][2];
 #pragma unroll
@@ -242,7 +248,7 @@ __device__ __forceinline__ void multiply_unit(float (&acc)[MT][NT][4], uint32_t 
       scale[mt][0] = load_shared8(slot + mt * kRingBytes + at.scale);
       scale[mt][1] = load_shared8(slot + mt * kRingBytes + at.scale + 64);
     }
-#pragma unroll
+#pragma unroll(HALVES)
     for (int half = 0; half < 2; ++half) {
       uint32_t words[MT][4];  // rows 0-7 and 8-15 of one group, then of the next
 #pragma unroll
@@ -265,18 +271,30 @@ __device__ __forceinline__ void multiply_unit(float (&acc)[MT][NT][4], uint32_t 
           }
         }
 #pragma unroll
-        for (int nt = 0; nt < NT; ++nt) {
-          if (NT > 1 && nt >= tiles) break;
-          const uint4 x = b(nt, 2 * half + j);
+        for (int begin = 0; begin < NT; begin += CHAINS) {
+          uint4 x[CHAINS];
+          float sum[CHAINS][MT][4];
 #pragma unroll
-          for (int mt = 0; mt < MT; ++mt) {
+          for (int c = 0; c < CHAINS; ++c) {
+            x[c] = b(begin + c, 2 * half + j);
             const float zero[4] = {0.f, 0.f, 0.f, 0.f};
-            float sum[4];
-            multiply_add(sum, first[mt], x.x, x.y, zero);
-            multiply_add(sum, second[mt], x.z, x.w, sum);
-            float(&to)[4] = acc[mt][nt];
-            to[0] = __fmaf_rn(sum[0], s[mt][0], to[0]), to[1] = __fmaf_rn(sum[1], s[mt][0], to[1]);
-            to[2] = __fmaf_rn(sum[2], s[mt][1], to[2]), to[3] = __fmaf_rn(sum[3], s[mt][1], to[3]);
+#pragma unroll
+            for (int mt = 0; mt < MT; ++mt) multiply_add(sum[c][mt], first[mt], x[c].x, x[c].y, zero);
+          }
+#pragma unroll
+          for (int c = 0; c < CHAINS; ++c) {
+#pragma unroll
+            for (int mt = 0; mt < MT; ++mt) multiply_add(sum[c][mt], second[mt], x[c].z, x[c].w, sum[c][mt]);
+          }
+#pragma unroll
+          for (int c = 0; c < CHAINS; ++c) {
+#pragma unroll
+            for (int mt = 0; mt < MT; ++mt) {
+              float(&to)[4] = acc[mt][begin + c];
+              const float(&of)[4] = sum[c][mt];
+              to[0] = __fmaf_rn(of[0], s[mt][0], to[0]), to[1] = __fmaf_rn(of[1], s[mt][0], to[1]);
+              to[2] = __fmaf_rn(of[2], s[mt][1], to[2]), to[3] = __fmaf_rn(of[3], s[mt][1], to[3]);
+            }
           }
         }
       }
@@ -294,7 +312,6 @@ __device__ __forceinline__ void multiply_unit(float (&acc)[MT][NT][4], uint32_t 
     }
 #pragma unroll
     for (int nt = 0; nt < NT; ++nt) {
-      if (NT > 1 && nt >= tiles) break;
       const uint4 x = b(nt, 0);
 #pragma unroll
       for (int mt = 0; mt < MT; ++mt) {

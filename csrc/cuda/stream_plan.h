@@ -18,9 +18,10 @@ struct Device {
 };
 
 // The shape of a kernel: tiles of 16 weight rows a warp, tiles of 8 activation rows, blocks a cluster, warps a block, units a warp's ring
-// holds, blocks a multiprocessor that the registers leave room for.
+// holds, blocks a multiprocessor that the registers leave room for. held: tiles of activation rows a launch serves; moe's experts with
+// more than nt tiles take turns of nt, and read their weights again.
 struct Variant {
-  int mt, nt, cl, warps, depth, resident;
+  int mt, nt, cl, warps, depth, resident, held;
 };
 
 constexpr int kTileRows = 16, kColumns = 8, kSegments = 8;
@@ -50,16 +51,20 @@ constexpr size_t linear_shared(const Variant& v, WeightKind kind, int k) {
   return (sums_in_ring(v.nt) ? (ring > sums ? ring : sums) : ring + sums) +
          static_cast<size_t>(v.nt) * kColumns * staged_stride(staged_length(k, v.cl, unit_of(kind)));
 }
+// A slot of moe's ring: the tiles' units and, for down, those of eight activation rows.
+constexpr int moe_slot_bytes(int mt, bool down) { return mt * kRingBytes + (down ? kColumns * 256 : 0); }
 constexpr size_t moe_shared(const Variant& v, int k, bool down) {
-  return ring_bytes(v) + static_cast<size_t>(kSegments / v.cl) * rows_of(v) * kColumns * 4 +
-         (down ? 0 : static_cast<size_t>(v.nt) * kColumns * staged_stride(staged_length(k, v.cl, kMoeGranule)));
+  return static_cast<size_t>(v.warps) * v.depth * moe_slot_bytes(v.mt, down) + static_cast<size_t>(kSegments / v.cl) * rows_of(v) * kColumns * 4 +
+         (down ? 0 : static_cast<size_t>(v.held) * kColumns * staged_stride(staged_length(k, v.cl, kMoeGranule)));
 }
 
 // In the order in which they are preferred, the widest number of rows last.
-constexpr Variant kLinearInt4[] = {{1, 1, 8, 8, 7, 2}, {1, 2, 8, 8, 7, 2}, {2, 4, 8, 8, 5, 1}, {2, 8, 8, 8, 4, 1}};
-constexpr Variant kLinearBf16[] = {{1, 1, 8, 8, 8, 2}, {1, 2, 8, 8, 8, 2}, {2, 4, 8, 8, 5, 1}, {2, 8, 8, 8, 4, 1}};
-constexpr Variant kGateUp[] = {{2, 1, 8, 8, 4, 2}, {2, 2, 8, 8, 4, 2}, {2, 8, 8, 8, 5, 1}};
-constexpr Variant kDown[] = {{2, 1, 1, 8, 4, 2}, {2, 2, 4, 8, 5, 2}, {1, 8, 4, 8, 8, 2}};
+constexpr Variant kLinearInt4[] = {
+    {1, 1, 8, 8, 7, 2, 1}, {1, 2, 8, 8, 7, 2, 2}, {2, 4, 8, 8, 5, 1, 4}, {2, 8, 8, 8, 4, 1, 8}, {1, 1, 8, 4, 4, 2, 1}};
+constexpr Variant kLinearBf16[] = {
+    {1, 1, 8, 8, 8, 2, 1}, {1, 2, 8, 8, 8, 2, 2}, {2, 4, 8, 8, 5, 1, 4}, {2, 8, 8, 8, 4, 1, 8}, {1, 1, 8, 4, 4, 2, 1}};
+constexpr Variant kGateUp[] = {{2, 1, 8, 8, 4, 2, 1}, {2, 2, 8, 8, 4, 1, 2}, {2, 2, 8, 8, 4, 1, 8}, {1, 1, 8, 8, 4, 1, 1}};
+constexpr Variant kDown[] = {{1, 1, 1, 8, 4, 2, 1}, {1, 2, 1, 8, 4, 2, 8}, {1, 1, 1, 8, 2, 2, 1}};
 
 // Whether rows of k values can be copied sixteen bytes at a time.
 constexpr bool serves(const Device& device, int k) { return device.clusters && k > 0 && k % 8 == 0; }
@@ -73,7 +78,7 @@ constexpr int choose(const Variant (&table)[COUNT], const Device& device, int ro
   for (int columns = rows < 64 ? rows : 64; columns > 0; columns = columns > kColumns ? (columns + 1) / 2 : 0) {
     for (int i = 0; i < COUNT; ++i) {
       const Variant& v = table[i];
-      if (v.nt * kColumns < columns || (paired && rows_of(v) / kTileRows % 2 != 0)) continue;
+      if (v.held * kColumns < columns || (paired && rows_of(v) / kTileRows % 2 != 0)) continue;
       if (bytes(v) + kStatic <= device.shared) return i;
     }
   }

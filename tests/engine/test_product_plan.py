@@ -26,15 +26,16 @@ def test_a_variant_fits_and_does_not_depend_on_rows_for_being_one(
         chosen = [plan(product, k, rows, int4=int4, paired=paired, shared=shared) for rows in WIDTHS]
         assert "generic" not in chosen, k
         for text, rows in zip(chosen, WIDTHS, strict=True):
-            mt, nt, cl, warps, depth, resident, bytes_ = (int(word) for word in text.split())
+            mt, nt, cl, warps, depth, resident, held, bytes_ = (int(word) for word in text.split())
             assert bytes_ + 10240 <= shared
             assert warps % (8 // cl) == 0
             assert depth >= 2
             assert resident >= 1
             assert mt >= 1
+            assert held >= nt >= 1
             assert not paired or mt * warps * cl // 8 % 2 == 0, "gate and up take half of the tiles each"
             if shared == HOPPER and k <= 8192:
-                assert nt * 8 >= min(rows, 64), "weights are read once for all rows"
+                assert held * 8 >= min(rows, 64), "weights are read once for all rows"
 
 
 def test_everything_else_is_for_the_generic_kernel() -> None:
