@@ -7,6 +7,7 @@ launches included, the host's share not. What is compared is timed the same way.
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -15,7 +16,7 @@ from typing import Any
 
 Call = Callable[[], Any]
 FEWEST, MOST = 5, 400
-NODES = 40  # calls of a replay, at least
+NODES, SPAN = 40, 2000.0  # calls of a replay, or their microseconds: what starts the graph must not show
 
 
 class MeasureError(Exception):
@@ -56,9 +57,10 @@ def wall(calls: Sequence[Call], seconds: float) -> Timing:
     return summarise(samples)
 
 
-def in_turn(calls: Sequence[Call]) -> list[Call]:
-    """At least NODES calls of a replay: in turn, round and round, so that starting the graph does not show."""
-    return [calls[i % len(calls)] for i in range(max(len(calls), NODES))]
+def in_turn(calls: Sequence[Call], each: float) -> list[Call]:
+    """The calls of a replay: every one, and round and round up to NODES or SPAN if one takes ``each`` microseconds."""
+    count = max(len(calls), min(NODES, math.ceil(SPAN / max(each, 1e-3))))
+    return [calls[i % len(calls)] for i in range(count)]
 
 
 def replays(replay: Callable[[], float], count: int, seconds: float) -> Timing:
@@ -96,7 +98,7 @@ def gpu(calls: Sequence[Call], seconds: float) -> Timing:
         call()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    turns = in_turn(calls)
+    turns = in_turn(calls, between_events(calls[0])())
     with torch.cuda.graph(graph):
         for call in turns:
             call()

@@ -22,10 +22,12 @@ def test_a_call_of_a_replay_takes_its_share() -> None:
 
 def test_a_replay_holds_every_call_and_enough_of_them() -> None:
     calls = [(lambda i=i: i) for i in range(3)]  # type: ignore[misc]
-    turns = clock.in_turn(calls)
+    turns = clock.in_turn(calls, 5.0)
     assert len(turns) == clock.NODES
     assert [t() for t in turns[:7]] == [0, 1, 2, 0, 1, 2, 0]
-    assert len(clock.in_turn(calls * 100)) == 300
+    assert len(clock.in_turn(calls * 100, 5.0)) == 300
+    assert len(clock.in_turn(calls, clock.SPAN / 7)) == 7
+    assert len(clock.in_turn(calls, 1e9)) == 3
 
 
 def test_calls_take_turns() -> None:
