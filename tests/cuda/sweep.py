@@ -60,7 +60,7 @@ def operations() -> None:
 
 
 def bf16_products() -> None:
-    """The streaming kernels: every number of row tiles, partial tiles of every operand, both kinds and all epilogues."""
+    """The streaming kernels: every number of row tiles, partial tiles of every operand, both kinds, all epilogues."""
     products.WIDTHS = (1, 9, 17, 33)
     device = products.Device()
     for kind in products.KINDS:
