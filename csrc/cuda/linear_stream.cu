@@ -46,7 +46,7 @@ struct Shape {
 };
 
 template <typename S>
-__global__ __launch_bounds__(S::WARPS * kWarp, S::RESIDENT) void stream_kernel(const __grid_constant__ Params p) {
+__global__ __launch_bounds__(S::WARPS * kWarp, KD_RESIDENT(S::RESIDENT)) void stream_kernel(const __grid_constant__ Params p) {
   constexpr WeightKind KIND = S::KIND;
   constexpr int MT = S::MT, NT = S::NT, CL = S::CL, WARPS = S::WARPS, DEPTH = S::DEPTH, SPC = S::SPC, TW = S::TW, ROWS = S::ROWS;
   extern __shared__ __align__(128) uint8_t smem[];

@@ -148,7 +148,7 @@ __device__ __forceinline__ Share share_of(int cluster, int clusters, int shared_
 }
 
 template <typename S>
-__global__ __launch_bounds__(S::WARPS * kWarp, S::RESIDENT) void stream_moe_kernel(const __grid_constant__ StreamMoeParams p) {
+__global__ __launch_bounds__(S::WARPS * kWarp, KD_RESIDENT(S::RESIDENT)) void stream_moe_kernel(const __grid_constant__ StreamMoeParams p) {
   constexpr bool DOWN = S::DOWN;
   constexpr int MT = S::MT, NT = S::NT, CL = S::CL, WARPS = S::WARPS, DEPTH = S::DEPTH, SPC = S::SPC, TW = S::TW, ROWS = S::ROWS;
   constexpr WeightKind INT4 = WeightKind::kInt4, BF16 = WeightKind::kBf16;
@@ -257,7 +257,7 @@ __global__ __launch_bounds__(S::WARPS * kWarp, S::RESIDENT) void stream_moe_kern
 
   wait_for_previous();
   rows = min(active_rows(p.n_rows, p.max_rows) - m0, S::COLUMNS);
-  if (rows <= 0 && m0 > 0) {  // the whole cluster alike
+  if (rows <= 0) {  // the whole cluster alike
     copy_wait<0>();
     return;
   }

@@ -89,6 +89,13 @@ __device__ __forceinline__ uint4 in_order(const uint4& v) {
                     __byte_perm(v.y, v.w, 0x7632));
 }
 
+// Blocks that registers must leave room for on a multiprocessor: of Hopper's shared memory two blocks get enough, elsewhere one does.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ != 900
+#define KD_RESIDENT(blocks) 1
+#else
+#define KD_RESIDENT(blocks) (blocks)
+#endif
+
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 #define KD_CLUSTERS 1
 #else
