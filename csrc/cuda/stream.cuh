@@ -91,7 +91,7 @@ __device__ __forceinline__ uint4 in_order(const uint4& v) {
 
 // Blocks that registers must leave room for on a multiprocessor: of Hopper's shared memory two blocks get enough, elsewhere one does.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ != 900
-#define KD_RESIDENT(blocks) 1
+#define KD_RESIDENT(blocks) ((blocks) > 1 ? 1 : (blocks))
 #else
 #define KD_RESIDENT(blocks) (blocks)
 #endif

@@ -58,13 +58,14 @@ constexpr size_t moe_shared(const Variant& v, int k, bool down) {
          (down ? 0 : static_cast<size_t>(v.held) * kColumns * staged_stride(staged_length(k, v.cl, kMoeGranule)));
 }
 
-// In the order in which they are preferred, the widest number of rows last.
+// In the order in which they are preferred, the widest number of rows last but for one that fits small shared memories; measured in docs/kernels.md.
 constexpr Variant kLinearInt4[] = {
-    {1, 1, 8, 8, 7, 2, 1}, {1, 2, 8, 8, 7, 2, 2}, {2, 4, 8, 8, 5, 1, 4}, {2, 8, 8, 8, 4, 1, 8}, {1, 1, 8, 4, 4, 2, 1}};
-constexpr Variant kLinearBf16[] = {
-    {1, 1, 8, 8, 8, 2, 1}, {1, 2, 8, 8, 8, 2, 2}, {2, 4, 8, 8, 5, 1, 4}, {2, 8, 8, 8, 4, 1, 8}, {1, 1, 8, 4, 4, 2, 1}};
-constexpr Variant kGateUp[] = {{2, 1, 8, 8, 4, 2, 1}, {2, 2, 8, 8, 4, 1, 2}, {2, 2, 8, 8, 4, 1, 8}, {1, 1, 8, 8, 4, 1, 1}};
-constexpr Variant kDown[] = {{1, 1, 1, 8, 4, 2, 1}, {1, 2, 1, 8, 4, 2, 8}, {1, 1, 1, 8, 2, 2, 1}};
+    {2, 1, 2, 8, 4, 2, 1}, {1, 2, 8, 8, 7, 2, 2}, {2, 4, 8, 8, 5, 1, 4}, {2, 8, 8, 8, 4, 1, 8}, {1, 1, 8, 4, 4, 2, 1}};
+constexpr Variant kLinearBf16[] = {{1, 1, 1, 8, 8, 2, 1}, {1, 1, 8, 8, 8, 2, 1}, {2, 2, 8, 8, 6, 2, 2},
+                                   {2, 4, 8, 8, 5, 1, 4}, {2, 8, 8, 8, 4, 1, 8}, {1, 1, 8, 4, 4, 2, 1}};
+constexpr Variant kGateUp[] = {{2, 1, 8, 8, 4, 2, 1}, {1, 2, 8, 16, 6, 1, 2}, {1, 2, 8, 16, 5, 1, 8}, {1, 1, 8, 8, 4, 1, 1}};
+constexpr Variant kDown[] = {{2, 1, 1, 8, 4, 1, 1}, {1, 2, 1, 16, 4, 1, 8}, {1, 1, 1, 8, 2, 2, 1}};
+constexpr int kShort = 2048;  // bf16 rows below this are one block's alone: their segments are too short to share
 
 // Whether rows of k values can be copied sixteen bytes at a time.
 constexpr bool serves(const Device& device, int k) { return device.clusters && k > 0 && k % 8 == 0; }
@@ -85,7 +86,7 @@ constexpr int choose(const Variant (&table)[COUNT], const Device& device, int ro
   return -1;
 }
 constexpr int choose_linear(const Device& device, WeightKind kind, int k, int rows, bool paired) {
-  const auto bytes = [=](const Variant& v) { return linear_shared(v, kind, k); };
+  const auto bytes = [=](const Variant& v) { return v.cl == 1 && k >= kShort ? SIZE_MAX / 2 : linear_shared(v, kind, k); };
   return kind == WeightKind::kInt4 ? choose(kLinearInt4, device, rows, paired, bytes) : choose(kLinearBf16, device, rows, paired, bytes);
 }
 constexpr int choose_gate_up(const Device& device, int k, int rows) {
