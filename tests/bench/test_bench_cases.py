@@ -19,7 +19,6 @@ from harness.sources import ROOT
 def test_every_operation_of_the_bindings_has_cases_in_both_families(device: str) -> None:
     text = (ROOT / "csrc" / "bindings_ops.cpp").read_text("utf-8")
     bound = {n for n in re.findall(r'm\.impl\("(\w+)"', text) if not n.startswith(("backend_", "sequence_"))}
-    bound = {n for n in re.findall(r'm\.impl\("(\w+)"', text) if not n.startswith(("backend_", "sequence_"))}
     bound -= {"isa_names"}
     bound -= {"unshard", "checksum", "draw_experts"}  # of several ranks, which `bench.ranks` times, and of loading
     assert len(bound) >= 15
