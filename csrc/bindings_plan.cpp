@@ -1,6 +1,6 @@
-// torch.ops.kdtree: which kernel cuda/stream_plan.h chooses, on any machine and for any device's sizes, for tests.
+// torch.ops.kdtree: which kernel stream_plan.h chooses, on any machine and for any device's sizes, for tests.
 #include "bindings.h"
-#include "cuda/stream_plan.h"
+#include "stream_plan.h"
 
 namespace kdtree {
 namespace {

@@ -13,7 +13,7 @@
 
 #include "../ops.h"
 #include "check.h"
-#include "stream_plan.h"
+#include "../stream_plan.h"
 
 namespace kdtree {
 

@@ -13,7 +13,7 @@
 #include <type_traits>
 
 #include "device.cuh"
-#include "stream_plan.h"
+#include "../stream_plan.h"
 
 namespace kdtree {
 namespace cuda {

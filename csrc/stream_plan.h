@@ -6,7 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "../ops.h"
+#include "ops.h"
 
 namespace kdtree {
 namespace stream {
