@@ -22,7 +22,8 @@ __device__ void publish(const TreePlan& plan, int depth, const Key* keys, int n,
   if (threadIdx.x == 0) plan.count[depth] = n;
 }
 
-__global__ __launch_bounds__(kTreeThreads) void rank_kernel(TreeBuildArgs a, TreePlan plan) {
+template <bool FEW>
+__global__ __launch_bounds__(kTreeThreads, FEW ? 5 : 1) void rank_kernel(TreeBuildArgs a, TreePlan plan) {
   extern __shared__ Key keys[];
   __shared__ RankShared s;
   wait_for_previous();
@@ -30,11 +31,13 @@ __global__ __launch_bounds__(kTreeThreads) void rank_kernel(TreeBuildArgs a, Tre
   if (depth >= depth_limit(a)) return;
   const float* x = draft_row(a, depth) + begin;
   const int n = min(kTreeSegment, a.vocab - begin), cell = depth * plan.segments + segment;
+  const SegmentShare share(x, n);
   float top = -INFINITY;
   int bad = 0;
-  for (int i = threadIdx.x; i < n; i += kTreeThreads) {
-    bad |= x[i] < INFINITY ? 0 : 1;
-    top = fmaxf(top, x[i]);
+#pragma unroll
+  for (int j = 0; j < kTreeShare; ++j) {
+    bad |= share.x[j] < INFINITY ? 0 : 1;
+    top = fmaxf(top, share.x[j]);
   }
   top = warp_max(top);
   if (threadIdx.x % kWarp == 0) s.warp_top[threadIdx.x / kWarp] = top;
@@ -42,19 +45,28 @@ __global__ __launch_bounds__(kTreeThreads) void rank_kernel(TreeBuildArgs a, Tre
 #pragma unroll
   for (int w = 0; w < kTreeWarps; ++w) top = fmaxf(top, s.warp_top[w]);
   const bool empty = bad != 0 || !(top > -INFINITY);
-  const float sum = empty ? 0.f : segment_sum(x, n, top, s);
+  const float sum = empty ? 0.f : segment_sum(share, top, s);
   if (threadIdx.x == 0) plan.tops[cell] = top, plan.sums[cell] = sum, plan.bad[cell] = bad;
   const int wanted = min(plan.best, n);
-  const auto key_at = [&](int i) { return x[i] > -INFINITY ? key_of(x[i], begin + i) : Key{0}; };
-  const int found = empty ? 0 : best_keys(key_at, n, wanted, keys, s);
+  int found = 0;
+  if (!empty) {
+    if constexpr (FEW) {
+      SegmentKeys own(share, begin);
+      found = best_of_shares(own, wanted, keys, s);
+    } else {
+      found = best_keys([&](int i) { return x[i] > -INFINITY ? key_of(x[i], begin + i) : Key{0}; }, n, wanted, keys, s);
+    }
+  }
   if (plan.segments == 1) {
-    publish(plan, depth, keys, found, empty ? 0.f : row_lse(&top, &sum, 1));
+    __syncthreads();  // thread 0's sum is there for the whole block
+    publish(plan, depth, keys, found, found > 0 ? row_lse(plan.tops + cell, plan.sums + cell, 1, s) : 0.f);
     return;
   }
   Key* out = plan.keys + static_cast<size_t>(cell) * plan.best;
   for (int i = threadIdx.x; i < plan.best; i += kTreeThreads) out[i] = i < found ? keys[i] : 0;
 }
 
+template <bool FEW>
 __global__ __launch_bounds__(kTreeThreads) void merge_kernel(TreeBuildArgs a, TreePlan plan) {
   extern __shared__ Key keys[];
   __shared__ RankShared s;
@@ -63,8 +75,15 @@ __global__ __launch_bounds__(kTreeThreads) void merge_kernel(TreeBuildArgs a, Tr
   if (depth >= depth_limit(a)) return;
   const size_t cell = static_cast<size_t>(depth) * plan.segments;
   const Key* in = plan.keys + cell * plan.best;
-  const int found = best_keys([&](int i) { return in[i]; }, plan.segments * plan.best, plan.best, keys, s);
-  publish(plan, depth, keys, found, found > 0 ? row_lse(plan.tops + cell, plan.sums + cell, plan.segments) : 0.f);
+  const int n = plan.segments * plan.best;
+  int found;
+  if constexpr (FEW) {
+    ListShare share(in, n);
+    found = best_of_shares(share, plan.best, keys, s);
+  } else {
+    found = best_keys([&](int i) { return in[i]; }, n, plan.best, keys, s);
+  }
+  publish(plan, depth, keys, found, found > 0 ? row_lse(plan.tops + cell, plan.sums + cell, plan.segments, s) : 0.f);
 }
 
 // A node that may join the tree: the rank-th token of the level below `parent`.
@@ -81,7 +100,7 @@ struct Growth {
   int32_t* rank;
   int32_t* depth;
 
-  static size_t bytes(int budget) {
+  static __host__ __device__ size_t bytes(int budget) {
     return (static_cast<size_t>(budget) + 1) * (sizeof(double) + sizeof(Candidate) + 3 * sizeof(int32_t));
   }
   __device__ Growth(char* base, int budget) {
@@ -155,41 +174,151 @@ __device__ int grow(const TreePlan& plan, Growth& g, int depths, int rows) {
   return n;
 }
 
-// The first rows of a best-first tree, as many as make expected accepted rows over cost greatest. Thread 0 alone.
-__device__ int rows_worth_their_cost(const double* scores, int n, const double* costs) {
-  double expected = 1.0, best = 1.0 / costs[0];
+// A score as a number whose order is that of the scores; 0 is no score.
+__device__ __forceinline__ Key order_of(double score) {
+  const Key bits = static_cast<Key>(__double_as_longlong(__dadd_rn(score, 0.0)));  // -0 becomes +0
+  return bits >> 63 ? ~bits : bits | Key{1} << 63;
+}
+__device__ __forceinline__ double score_of(Key order) {
+  return __longlong_as_double(static_cast<long long>(order >> 63 ? order & ~(Key{1} << 63) : ~order));
+}
+
+// The same for small trees, by one warp. A node's next child waits in a register of the lane that keeps the node (node i: lane i % 32,
+// place i / 32), so a pop is the warp's maximum, and what it frees and what it adds are formed side by side.
+template <int PLACES>
+__device__ int grow_in_registers(const TreePlan& plan, const Growth& g, const float* log_prob, const int32_t* count, int depths,
+                                 int rows) {
+  const int lane = threadIdx.x % kWarp;
+  Key order[PLACES];
+  int next[PLACES];  // rank of the waiting child, and from bit 12 the node's depth
+#pragma unroll
+  for (int i = 0; i < PLACES; ++i) order[i] = 0, next[i] = 0;
+  const auto waiting = [](int packed, int keeper) { return Candidate{0.0, (packed >> 24) * kWarp + keeper, packed & 0xfff}; };
+  const auto child = [&](double score, int level, int rank) {
+    const bool there = level < depths && rank < count[level];
+    return there ? order_of(__dadd_rn(score, static_cast<double>(log_prob[level * plan.best + rank]))) : Key{0};
+  };
+  if (lane == 0) {
+    g.score[0] = 0.0, g.parent[0] = -1, g.rank[0] = 0, g.depth[0] = 0;
+    order[0] = child(0.0, 0, 0);
+  }
+  int n = 1;
+  while (n < rows) {
+    __syncwarp();  // what lane 0 wrote of the last node is seen
+    Key top = order[0];
+    int mine = next[0];  // and from bit 24 the place
+#pragma unroll
+    for (int i = 1; i < PLACES; ++i) {
+      const int other = next[i] | i << 24;
+      if (order[i] > top || (order[i] == top && top != 0 && g.path_before(waiting(other, lane), waiting(mine, lane)))) {
+        top = order[i], mine = other;
+      }
+    }
+    const uint32_t high = __reduce_max_sync(kAll, static_cast<uint32_t>(top >> 32));
+    const uint32_t low = __reduce_max_sync(kAll, top >> 32 == high ? static_cast<uint32_t>(top) : 0u);
+    const Key best = static_cast<Key>(high) << 32 | low;
+    if (best == 0) break;
+    unsigned winners = __ballot_sync(kAll, top == best);
+    int owner = __ffs(static_cast<int>(winners)) - 1;
+    int chosen = __shfl_sync(kAll, mine, owner);
+    for (winners &= winners - 1; winners != 0; winners &= winners - 1) {  // equal scores: the path that comes first
+      const int other = __ffs(static_cast<int>(winners)) - 1, candidate = __shfl_sync(kAll, mine, other);
+      if (g.path_before(waiting(candidate, other), waiting(chosen, owner))) owner = other, chosen = candidate;
+    }
+    const Candidate pop = waiting(chosen, owner);
+    const int parent = pop.parent, rank = pop.rank, level = chosen >> 12 & 0xfff;
+    const double score = score_of(best);
+    const Key sibling = child(g.score[parent], level, rank + 1), first = child(score, level + 1, 0);
+    if (lane == 0) g.score[n] = score, g.parent[n] = parent, g.rank[n] = rank, g.depth[n] = level + 1;
+#pragma unroll
+    for (int i = 0; i < PLACES; ++i) {
+      if (parent == i * kWarp + lane) order[i] = sibling, next[i] = level << 12 | (rank + 1);
+      if (n == i * kWarp + lane) order[i] = first, next[i] = (level + 1) << 12;
+    }
+    ++n;
+  }
+  __syncwarp();
+  return n;
+}
+
+constexpr int kRegisterRows = 4 * kWarp;  // rows of a tree that grow_in_registers takes
+
+// Shared memory of the growing block: the tree, then, where it grows in registers, every depth's log-probabilities and counts.
+size_t grow_shared(const TreeBuildArgs& a, const TreePlan& plan) {
+  const size_t ranks = a.budget < kRegisterRows ? (static_cast<size_t>(plan.best) + 1) * plan.depths * sizeof(float) : 0;
+  return Growth::bytes(a.budget) + ranks;
+}
+// Deeper than this a tree of few rows does not reach; the table stays within what any device gives a block.
+bool grows_in_registers(const TreeBuildArgs& a, const TreePlan& plan) {
+  return a.budget < kRegisterRows && grow_shared(a, plan) <= (64u << 10);
+}
+
+// The first rows of a best-first tree, as many as make expected accepted rows over cost greatest. By one warp; `expected` has room
+// for n: a lane a row for exp and quotient, the sum between them in order.
+__device__ int rows_worth_their_cost(const double* scores, int n, const double* costs, double* expected) {
+  const int lane = threadIdx.x % kWarp;
+  for (int row = lane; row < n; row += kWarp) {
+    expected[row] = row == 0 ? 1.0 : static_cast<double>(exp32(__double2float_rn(scores[row])));
+  }
+  __syncwarp();
+  if (lane == 0) {
+    for (int row = 1; row < n; ++row) expected[row] = __dadd_rn(expected[row - 1], expected[row]);
+  }
+  __syncwarp();
+  double best = -INFINITY;
   int kept = 1;
-  for (int row = 1; row < n; ++row) {
-    expected = __dadd_rn(expected, static_cast<double>(exp32(__double2float_rn(scores[row]))));
-    const double rate = expected / costs[row];
+  for (int row = lane; row < n; row += kWarp) {
+    const double rate = expected[row] / costs[row];
     if (rate > best) best = rate, kept = row + 1;
+  }
+#pragma unroll
+  for (int mask = kWarp / 2; mask > 0; mask /= 2) {
+    const double rate = __shfl_xor_sync(kAll, best, mask);
+    const int row = __shfl_xor_sync(kAll, kept, mask);
+    if (rate > best || (rate == best && row < kept)) best = rate, kept = row;
   }
   return kept;
 }
 
-__global__ __launch_bounds__(kTreeThreads, 1) void grow_kernel(TreeBuildArgs a, TreePlan plan) {
+__global__ __launch_bounds__(kTreeThreads, 1) void grow_kernel(TreeBuildArgs a, TreePlan plan, bool in_registers) {
   extern __shared__ __align__(16) char shared[];
-  __shared__ int depths, n_rows;
+  __shared__ int depths, n_rows, worst;
   wait_for_previous();
   Growth g(shared, a.budget);
-  if (threadIdx.x == 0) depths = depth_limit(a);
-  __syncthreads();
+  float* log_prob = reinterpret_cast<float*>(shared + Growth::bytes(a.budget));
+  int32_t* count = reinterpret_cast<int32_t*>(log_prob + plan.depths * plan.best);
+  const int limit = depth_limit(a);
+  if (threadIdx.x == 0) depths = limit, worst = INT32_MAX;
+  if (in_registers) {
+    for (int i = threadIdx.x; i < limit * plan.best; i += kTreeThreads) log_prob[i] = plan.log_prob[i];
+    for (int i = threadIdx.x; i < limit; i += kTreeThreads) count[i] = plan.count[i];
+  }
   // The lowest depth with a NaN or +inf, if any.
   int bad = INT32_MAX;
-  for (int i = threadIdx.x; i < depths * plan.segments; i += kTreeThreads) {
+  for (int i = threadIdx.x; i < limit * plan.segments; i += kTreeThreads) {
     if (plan.bad[i]) bad = min(bad, i / plan.segments);
   }
-  __shared__ int worst;
-  if (threadIdx.x == 0) worst = INT32_MAX;
   __syncthreads();
   if (bad != INT32_MAX) atomicMin(&worst, bad);
   __syncthreads();
-  if (threadIdx.x == 0) {
+  if (threadIdx.x < kWarp) {
     const bool broken = worst != INT32_MAX;
-    if (broken) record_fault(a.state, kFaultDraftNonFinite, 0, worst + 1);
-    n_rows = grow(plan, g, broken ? 0 : depths, min(a.budget + 1, a.rows.max_rows));
-    if (a.costs != nullptr) n_rows = rows_worth_their_cost(g.score, n_rows, a.costs);
-    a.state->n_rows = n_rows;
+    const int levels = broken ? 0 : depths, rows = min(a.budget + 1, a.rows.max_rows);
+    int n = 0;
+    if (in_registers) {
+      n = a.budget < kWarp       ? grow_in_registers<1>(plan, g, log_prob, count, levels, rows)
+          : a.budget < 2 * kWarp ? grow_in_registers<2>(plan, g, log_prob, count, levels, rows)
+          : a.budget < 3 * kWarp ? grow_in_registers<3>(plan, g, log_prob, count, levels, rows)
+                                 : grow_in_registers<4>(plan, g, log_prob, count, levels, rows);
+    } else if (threadIdx.x == 0) {
+      n = grow(plan, g, levels, rows);
+    }
+    n = __shfl_sync(kAll, n, 0);
+    if (a.costs != nullptr) n = rows_worth_their_cost(g.score, n, a.costs, reinterpret_cast<double*>(g.heap));
+    if (threadIdx.x == 0) {
+      if (broken) record_fault(a.state, kFaultDraftNonFinite, 0, worst + 1);
+      a.state->n_rows = n_rows = n;
+    }
   }
   __syncthreads();
   for (int m = threadIdx.x; m < n_rows; m += kTreeThreads) {
@@ -218,16 +347,20 @@ void CudaBackend::tree_build(const TreeBuildArgs& a) {
     throw Error("RequestError", name_ + ": budget " + std::to_string(a.budget) + " is above the " +
                                     std::to_string(kTreeMaxBest) + " that tree_build is built for");
   }
-  const size_t grown = Growth::bytes(a.budget);
+  const bool in_registers = grows_in_registers(a, plan);
+  const size_t grown = in_registers ? grow_shared(a, plan) : Growth::bytes(a.budget);
   reserve_shared(reinterpret_cast<const void*>(grow_kernel), "tree_build", grown);
   if (plan.depths > 0 && plan.best > 0) {
     size_t keys = 1;
     while (keys < static_cast<size_t>(plan.best)) keys *= 2;
     const size_t shared = sizeof(Key) * keys;
-    launch("tree_rank", rank_kernel, dim3(plan.segments, plan.depths), kTreeThreads, shared, a, plan);
-    if (plan.segments > 1) launch("tree_merge", merge_kernel, dim3(plan.depths), kTreeThreads, shared, a, plan);
+    const bool few = plan.best <= kTreeThreads, few_lists = few && plan.segments * plan.best <= kTreeSegment;
+    launch("tree_rank", few ? rank_kernel<true> : rank_kernel<false>, dim3(plan.segments, plan.depths), kTreeThreads, shared, a, plan);
+    if (plan.segments > 1) {
+      launch("tree_merge", few_lists ? merge_kernel<true> : merge_kernel<false>, dim3(plan.depths), kTreeThreads, shared, a, plan);
+    }
   }
-  launch("tree_build", grow_kernel, dim3(1), kTreeThreads, grown, a, plan);
+  launch("tree_build", grow_kernel, dim3(1), kTreeThreads, grown, a, plan, in_registers);
 }
 
 }  // namespace kdtree

@@ -12,10 +12,12 @@ constexpr int kTreeMaxBest = 4096;  // tokens a depth may rank: a segment's wort
 // A token's place in its depth as one number, greater is better: the logit, then the lower token. 0 is no token.
 using Key = unsigned long long;
 
-__device__ __forceinline__ Key key_of(float logit, int token) {
+__device__ __forceinline__ uint32_t order_of_logit(float logit) {
   const uint32_t bits = __float_as_uint(logit == 0.f ? 0.f : logit);  // -0 and +0 are equal logits
-  const uint32_t order = bits & 0x80000000u ? ~bits : bits | 0x80000000u;
-  return static_cast<Key>(order) << 32 | ~static_cast<uint32_t>(token);
+  return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+}
+__device__ __forceinline__ Key key_of(float logit, int token) {
+  return static_cast<Key>(order_of_logit(logit)) << 32 | ~static_cast<uint32_t>(token);
 }
 __device__ __forceinline__ int token_of(Key key) { return static_cast<int>(~static_cast<uint32_t>(key)); }
 __device__ __forceinline__ float logit_of(Key key) {

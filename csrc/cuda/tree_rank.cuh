@@ -9,6 +9,9 @@ constexpr int kDigitBits = 8;
 constexpr int kDigits = 1 << kDigitBits;
 static_assert(kDigits == kTreeThreads, "a thread a digit");
 constexpr int kTreeWarps = kTreeThreads / kWarp;
+constexpr int kTreeShare = kTreeSegment / kTreeThreads;  // elements a thread holds
+constexpr int kTreeCandidates = 2 * kTreeThreads;        // what best_of_shares has room for
+static_assert(kTreeThreads == 256, "segment_sum spells out the halving of 256 lanes");
 
 __device__ inline float exp32(float x) {
   if (x < -87.0f) return 0.0f;
@@ -54,38 +57,203 @@ __device__ inline float log32(float s) {
   return __fadd_rn(__fadd_rn(z, y), __fmul_rn(n, 0.693359375f));
 }
 
-// log-sum-exp of a row from its segments' greatest logits and sums.
-__device__ inline float row_lse(const float* tops, const float* sums, int segments) {
-  float top = tops[0], sum = 0.f;
-  for (int s = 1; s < segments; ++s) top = fmaxf(top, tops[s]);
-  for (int s = 0; s < segments; ++s) {
-    if (tops[s] > -INFINITY) sum = __fadd_rn(sum, __fmul_rn(sums[s], exp32(__fsub_rn(tops[s], top))));
-  }
-  return __fadd_rn(top, log32(sum));
-}
-
 // Shared memory of one block that ranks.
 struct RankShared {
-  float lane[kTreeThreads];
+  float lane[kTreeThreads];  // also the terms of a row's sum
   float warp_top[kTreeWarps];
+  uint32_t warp_least[kTreeWarps];
   int digit[kDigits];  // keys with each value of the digit, then how many have that value or a greater one
   int warp_total[kTreeWarps];
   int chosen, above;  // the digit of the K-th key, and how many keys have a greater digit
   int length;
+  __align__(16) Key candidate[kTreeCandidates];
 };
 
-// sum of exp32(x_i - top) over a segment in docs/model.md's order; in every thread.
-__device__ inline float segment_sum(const float* x, int n, float top, RankShared& s) {
+// log-sum-exp of a row from its segments' greatest logits and sums, in every thread. A segment without finite logits has the sum 0
+// and adds +0, which changes nothing. The terms are formed side by side and added in order.
+__device__ inline float row_lse(const float* tops, const float* sums, int segments, RankShared& s) {
   const int t = threadIdx.x;
-  float lane = 0.f;
-  for (int i = t; i < n; i += kTreeThreads) lane = __fadd_rn(lane, exp32(__fsub_rn(x[i], top)));
-  s.lane[t] = lane;
+  float top = -INFINITY;
+  for (int i = t; i < segments; i += kTreeThreads) top = fmaxf(top, tops[i]);
+  top = warp_max(top);
   __syncthreads();
-  for (int h = kTreeThreads / 2; h > 0; h /= 2) {
-    if (t < h) s.lane[t] = __fadd_rn(s.lane[t], s.lane[t + h]);
+  if (t % kWarp == 0) s.warp_top[t / kWarp] = top;
+  __syncthreads();
+#pragma unroll
+  for (int w = 0; w < kTreeWarps; ++w) top = fmaxf(top, s.warp_top[w]);
+  float sum = 0.f;
+  for (int base = 0; base < segments; base += kTreeThreads) {
+    if (base + t < segments) s.lane[t] = __fmul_rn(sums[base + t], exp32(__fsub_rn(tops[base + t], top)));
+    __syncthreads();
+    const int n = min(segments - base, kTreeThreads);
+#pragma unroll 8
+    for (int i = 0; i < n; ++i) sum = __fadd_rn(sum, s.lane[i]);
     __syncthreads();
   }
-  return s.lane[0];
+  return __fadd_rn(top, log32(sum));
+}
+
+// A thread's share of a segment: elements t, t + 256, ..; what is past the segment's end is -inf.
+struct SegmentShare {
+  float x[kTreeShare];
+
+  __device__ SegmentShare(const float* segment, int n) {
+    segment += threadIdx.x;
+#pragma unroll
+    for (int j = 0; j < kTreeShare; ++j) {
+      x[j] = static_cast<int>(threadIdx.x) + j * kTreeThreads < n ? segment[j * kTreeThreads] : -INFINITY;
+    }
+  }
+};
+
+// The same as keys: the upper halves (0: not to be used), and the token of the first, which gives the lower ones.
+struct SegmentKeys {
+  uint32_t upper[kTreeShare];
+  int first;
+
+  __device__ SegmentKeys(const SegmentShare& share, int begin) : first(begin + static_cast<int>(threadIdx.x)) {
+#pragma unroll
+    for (int j = 0; j < kTreeShare; ++j) {
+      upper[j] = share.x[j] > -INFINITY ? order_of_logit(share.x[j]) : 0u;
+      asm volatile("" : "+r"(upper[j]));  // takes the logit's register, and is not formed anew at every use
+    }
+  }
+  __device__ uint32_t order(int j) const { return upper[j]; }
+  __device__ uint32_t low(int j) const { return ~static_cast<uint32_t>(first + j * kTreeThreads); }
+  // Keeps the compiler from holding all sixteen tokens in registers through a loop that seldom runs.
+  __device__ void forget() { asm volatile("" : "+r"(first)); }
+};
+
+// A thread's share of at most 4096 keys of the segments' lists.
+struct ListShare {
+  Key keys[kTreeShare];
+
+  __device__ ListShare(const Key* list, int n) {
+#pragma unroll
+    for (int j = 0; j < kTreeShare; ++j) {
+      const int i = static_cast<int>(threadIdx.x) + j * kTreeThreads;
+      keys[j] = i < n ? list[i] : Key{0};
+    }
+  }
+  __device__ uint32_t order(int j) const { return static_cast<uint32_t>(keys[j] >> 32); }
+  __device__ uint32_t low(int j) const { return static_cast<uint32_t>(keys[j]); }
+  __device__ void forget() {}
+};
+
+// sum of exp32(x_i - top) over a segment in docs/model.md's order; in thread 0. Past the segment's end exp32 is +0 and adds nothing.
+__device__ inline float segment_sum(const SegmentShare& share, float top, RankShared& s) {
+  const int t = threadIdx.x;
+  float lane = 0.f;
+#pragma unroll
+  for (int j = 0; j < kTreeShare; ++j) lane = __fadd_rn(lane, exp32(__fsub_rn(share.x[j], top)));
+  s.lane[t] = lane;
+  __syncthreads();
+  if (t >= kWarp) return 0.f;
+  // h = 128, 64 and 32, each lane for itself; then h = 16 .. 1 across the warp.
+  const auto halves = [&](int i) { return __fadd_rn(s.lane[i], s.lane[i + 128]); };
+  const auto quarters = [&](int i) { return __fadd_rn(halves(i), halves(i + 64)); };
+  float v = __fadd_rn(quarters(t), quarters(t + 32));
+#pragma unroll
+  for (int h = kWarp / 2; h > 0; h /= 2) v = __fadd_rn(v, __shfl_down_sync(kAll, v, h));
+  return v;
+}
+
+// Keys from here on: a greater order, or this one and at least this lower half.
+struct Bound {
+  uint32_t order, low;
+};
+
+template <typename Share>
+__device__ __forceinline__ bool reaches(const Share& share, int j, const Bound& bound) {
+  const uint32_t order = share.order(j);
+  return order != 0 && (order > bound.order || (order == bound.order && share.low(j) >= bound.low));
+}
+
+// The bound that exactly `wanted` of the block's keys reach, a bit at a time; all of them if there are fewer.
+template <typename Share>
+__device__ Bound bound_of_shares(Share& share, int wanted, RankShared& s) {
+  Bound bound{0, 0};
+#pragma unroll 1
+  for (int bit = 63; bit >= 0; --bit) {
+    share.forget();
+    Bound raised = bound;
+    (bit >= 32 ? raised.order : raised.low) |= 1u << bit % 32;
+    int reach = 0;
+#pragma unroll
+    for (int j = 0; j < kTreeShare; ++j) reach += reaches(share, j, raised) ? 1 : 0;
+    reach = __reduce_add_sync(kAll, reach);
+    if (threadIdx.x % kWarp == 0) s.warp_total[threadIdx.x / kWarp] = reach;
+    __syncthreads();
+    reach = 0;
+#pragma unroll
+    for (int w = 0; w < kTreeWarps; ++w) reach += s.warp_total[w];
+    if (reach >= wanted) bound = raised;
+    __syncthreads();
+  }
+  return bound;
+}
+
+// Puts the keys that reach `bound` into s.candidate, in any order; returns how many there are, also if they do not fit.
+template <typename Share>
+__device__ int collect(const Share& share, const Bound& bound, RankShared& s) {
+  const int lane = threadIdx.x % kWarp;
+  uint32_t hits = 0;
+#pragma unroll
+  for (int j = 0; j < kTreeShare; ++j) hits |= (reaches(share, j, bound) ? 1u : 0u) << j;
+  int upto = __popc(hits);
+#pragma unroll
+  for (int d = 1; d < kWarp; d *= 2) {
+    const int before = __shfl_up_sync(kAll, upto, d);
+    if (lane >= d) upto += before;
+  }
+  int first = 0;
+  if (lane == kWarp - 1) first = atomicAdd(&s.length, upto);
+  int at = __shfl_sync(kAll, first, kWarp - 1) + upto - __popc(hits);
+#pragma unroll
+  for (int j = 0; j < kTreeShare; ++j) {
+    if (hits >> j & 1) {
+      if (at < kTreeCandidates) s.candidate[at] = static_cast<Key>(share.order(j)) << 32 | share.low(j);
+      ++at;
+    }
+  }
+  __syncthreads();
+  return s.length;
+}
+
+// best_keys for up to 256 wanted of up to 4096 keys, 16 a thread. At least `wanted` keys reach a bound that as many threads' greatest
+// keys reach, and seldom many more; where they are too many (equal logits, say) the exact bound is looked for.
+template <typename Share>
+__device__ int best_of_shares(Share& share, int wanted, Key* out, RankShared& s) {
+  const int t = threadIdx.x, lane = t % kWarp, warp = t / kWarp;
+  uint32_t mine = 0, least = 0;
+#pragma unroll
+  for (int j = 0; j < kTreeShare; ++j) mine = max(mine, share.order(j));
+  const int rounds = (wanted + kTreeWarps - 1) / kTreeWarps;
+  for (int i = 0; i < rounds; ++i) {
+    least = __reduce_max_sync(kAll, mine);
+    if (lane == __ffs(static_cast<int>(__ballot_sync(kAll, mine == least))) - 1) mine = 0;
+  }
+  if (lane == 0) s.warp_least[warp] = least;
+  if (t == 0) s.length = 0;
+  __syncthreads();
+#pragma unroll
+  for (int w = 0; w < kTreeWarps; ++w) least = min(least, s.warp_least[w]);
+  int length = collect(share, {least, 0}, s);
+  if (length > kTreeCandidates) {
+    const Bound bound = bound_of_shares(share, wanted, s);
+    if (t == 0) s.length = 0;
+    __syncthreads();
+    length = collect(share, bound, s);
+  }
+  for (int i = t; i < length; i += kTreeThreads) {
+    const Key key = s.candidate[i];
+    int greater = 0;
+#pragma unroll 8
+    for (int j = 0; j < length; ++j) greater += s.candidate[j] > key ? 1 : 0;
+    if (greater < wanted) out[greater] = key;
+  }
+  __syncthreads();
+  return min(length, wanted);
 }
 
 // Collects the `wanted` greatest of n distinct keys in descending order into out (room for a power of two >= wanted); absent keys are
