@@ -296,6 +296,22 @@ void mla_value(int64_t handle, std::vector<int64_t> dims, Tensor o_lat, Tensor k
   });
 }
 
+void mla_output(int64_t handle, std::vector<int64_t> dims, double scale, Tensor q_lat, Tensor q_rope, Tensor latent, Tensor k_rope,
+                Tensor o_lat, int64_t max_keys, Tensor kv_b, Tensor o, std::vector<Tensor> rows, Tensor state) {
+  Backend& b = backend(handle);
+  const MlaDims d = dims_of(dims, q_lat);
+  const Rows r = rows_of(rows);
+  const int64_t m = r.max_rows, h = d.heads;
+  need(kv_b.numel() == h * (d.nope + d.v) * d.rank, "kv_b", "has the wrong size");
+  const Buffer scratch(b, b.attention_scratch(d, r.max_rows, static_cast<int>(max_keys)), "scratch");
+  void* lat = activation(o_lat, m * h * d.rank, d.numerics, "o_lat");
+  b.mla_output({d, static_cast<float>(scale), activation(q_lat, m * h * d.rank, d.numerics, "q_lat"),
+                activation(q_rope, m * h * d.rope, d.numerics, "q_rope"), cache_of(latent, k_rope, d.numerics), lat,
+                static_cast<int>(max_keys), scratch.get(), r, step_state(state)},
+               {d, lat, weight_of(kv_b, d.rank), activation(o, m * h * d.v, d.numerics, "o"), r.max_rows, &step_state(state)->n_rows});
+  wait(b, state);
+}
+
 void router(int64_t handle, Tensor logits, Tensor bias, Tensor ids, Tensor weights, int64_t n_group, int64_t topk_group, bool norm_topk,
             double scaling, int64_t layer, Tensor state) {
   Call call(handle, state);
@@ -526,6 +542,9 @@ KDTREE_LIBRARY_FRAGMENT(KDTREE_LIBRARY, m) {
   m.def(
       "mla_attention(int backend, int[] dims, float scale, Tensor q_lat, Tensor q_rope, Tensor latent, Tensor k_rope, "
       "Tensor o_lat, int max_keys, Tensor[] rows, Tensor state) -> ()");
+  m.def(
+      "mla_output(int backend, int[] dims, float scale, Tensor q_lat, Tensor q_rope, Tensor latent, Tensor k_rope, "
+      "Tensor o_lat, int max_keys, Tensor kv_b, Tensor o, Tensor[] rows, Tensor state) -> ()");
   m.def("mla_value(int backend, int[] dims, Tensor o_lat, Tensor kv_b, Tensor o, Tensor state) -> ()");
   m.def(
       "router(int backend, Tensor logits, Tensor bias, Tensor ids, Tensor weights, int n_group, int topk_group, bool norm_topk, "
@@ -569,6 +588,7 @@ KDTREE_LIBRARY_IMPL(KDTREE_LIBRARY, m) {
   m.impl("linear", TORCH_BOX(&kdtree::linear));
   m.impl("mla_prepare", TORCH_BOX(&kdtree::mla_prepare));
   m.impl("mla_attention", TORCH_BOX(&kdtree::mla_attention));
+  m.impl("mla_output", TORCH_BOX(&kdtree::mla_output));
   m.impl("mla_value", TORCH_BOX(&kdtree::mla_value));
   m.impl("router", TORCH_BOX(&kdtree::router));
   m.impl("moe", TORCH_BOX(&kdtree::moe));

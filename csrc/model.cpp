@@ -236,10 +236,16 @@ void Forward::attention(int layer, int width, int max_keys, const Tap* tap, int 
   linear(width, q_a_.f32(), w.q_a_norm, c.inner_norm_eps, {{&w.q_b, q_.f32()}}, Epilogue::kStore);
   backend_.mla_prepare({d, q_.f32(), kv_.f32(), w.kv_a_norm, static_cast<float>(c.inner_norm_eps), w.kv_b, cos_sin_.f32(),
                         q_lat_.get(), q_rope_.get(), cache, rows(width), state()});
-  backend_.mla_attention({d, static_cast<float>(c.attention_scale()), q_lat_.get(), q_rope_.get(), cache, o_lat_.get(), max_keys,
-                          scratch(), rows(width), state()});
   void* o = alone() ? o_.get() : o_part_.get();
-  backend_.mla_value({d, o_lat_.get(), w.kv_b, o, width, n_rows()});
+  const MlaAttentionArgs attention{d, static_cast<float>(c.attention_scale()), q_lat_.get(), q_rope_.get(), cache, o_lat_.get(),
+                                   max_keys, scratch(), rows(width), state()};
+  const MlaValueArgs value{d, o_lat_.get(), w.kv_b, o, width, n_rows()};
+  if (tap == nullptr) {
+    backend_.mla_output(attention, value);
+  } else {  // o_lat is to be seen
+    backend_.mla_attention(attention);
+    backend_.mla_value(value);
+  }
   gather(o_.get(), o, width, operand() * static_cast<size_t>(d.heads) * d.v);
   linear(width, o_.get(), nullptr, 0.0, {{&w.o, residual()}}, Epilogue::kResidual);
   gather_residual(width);

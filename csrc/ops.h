@@ -332,6 +332,11 @@ class Backend {
   virtual void mla_prepare(const MlaPrepareArgs&) = 0;
   virtual void mla_attention(const MlaAttentionArgs&) = 0;
   virtual void mla_value(const MlaValueArgs&) = 0;
+  // Attention and the values of its result, the same bits as one after the other; o_lat may be left unwritten.
+  virtual void mla_output(const MlaAttentionArgs& a, const MlaValueArgs& v) {
+    mla_attention(a);
+    mla_value(v);
+  }
   virtual void router(const RouterArgs&) = 0;
   virtual void moe(const MoeArgs&) = 0;
   virtual void unshard(const UnshardArgs&) = 0;

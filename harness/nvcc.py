@@ -24,7 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from harness import build, environment
+from harness import build, environment, toolchain
 from harness.cells import FAILED, INFRASTRUCTURE, PASSED
 from harness.files import write_atomic
 
@@ -63,7 +63,7 @@ class Compiled:
 
 def flags(arch: str, debug: bool) -> list[str]:
     """nvcc's arguments for one architecture such as ``9.0``."""
-    number = arch.replace(".", "")
+    number = toolchain.specific(arch).replace(".", "")
     strict = ["-Werror", "all-warnings", "-Xcompiler", "-Wall,-Wextra,-Werror", "-Xptxas", "-v"]
     return [*build._flags("cuda", debug, None)["cuda"], f"-gencode=arch=compute_{number},code=sm_{number}", *strict]
 

@@ -53,6 +53,11 @@ def compiler(cpp_extension: Any) -> str:
     return f"{name} {os.path.realpath(found)} {version_of(found)}"
 
 
+def specific(arch: str) -> str:
+    """The target that holds all of an architecture's instructions: Hopper's matrix instructions are in ``9.0a`` alone."""
+    return "9.0a" if arch == "9.0" else arch
+
+
 def cuda(cpp_extension: Any, archs: Sequence[str] | None) -> tuple[str, tuple[str, ...]]:
     """Version text of the CUDA toolkit, and the capabilities to compile for."""
     import torch
@@ -75,7 +80,7 @@ def cuda(cpp_extension: Any, archs: Sequence[str] | None) -> tuple[str, tuple[st
             f"the CUDA toolkit in {home} is {have}, torch is built for {wanted}; "
             f"install a toolkit {wanted.split('.')[0]}.x"
         )
-    capabilities = tuple(sorted(set(archs) if archs else _visible_capabilities(torch)))
+    capabilities = tuple(sorted({specific(arch) for arch in (archs or _visible_capabilities(torch))}))
     listed = subprocess.run([str(nvcc), "--list-gpu-arch"], capture_output=True, text=True, check=False).stdout
     for arch in capabilities:
         if not re.fullmatch(r"\d{1,2}\.\d[af]?", arch):

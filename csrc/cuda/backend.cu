@@ -67,6 +67,7 @@ CudaBackend::CudaBackend(int device, bool poison) : device_(device), poison_(poi
   overlaps_ = major >= 9 && image.ptxVersion >= 90 && !(choice != nullptr && std::strcmp(choice, "0") == 0);
   // Clusters need an image of Hopper's level as much as the wait does.
   device_shape_ = {major >= 9 && image.ptxVersion >= 90, multiprocessors, shared_limit_};
+  wgmma_ = major == 9 && finds_wgmma();
   KD_CUDA(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking));
   KD_CUDA(cudaMallocHost(reinterpret_cast<void**>(&staging_), kStaging));
 }

@@ -17,6 +17,10 @@
 
 namespace kdtree {
 
+namespace cuda {
+struct MlaParts;
+}
+
 class CudaBackend final : public Backend {
  public:
   CudaBackend(int device, bool poison);
@@ -57,6 +61,7 @@ class CudaBackend final : public Backend {
   void mla_prepare(const MlaPrepareArgs& a) override;
   void mla_attention(const MlaAttentionArgs& a) override;
   void mla_value(const MlaValueArgs& a) override;
+  void mla_output(const MlaAttentionArgs& a, const MlaValueArgs& v) override;
   void router(const RouterArgs& a) override;
   void moe(const MoeArgs& a) override;
   void unshard(const UnshardArgs& a) override;
@@ -128,6 +133,16 @@ class CudaBackend final : public Backend {
   bool gate_up_stream(const MoeArgs& a);
   bool down_stream(const MoeArgs& a);
 
+  // MLA in bf16 on tensor cores (mla_plan.h says for which shapes). prepare_on_tensor_cores: false where the generic kernel must.
+  bool prepare_on_tensor_cores(const MlaPrepareArgs& a);
+  void attention_on_hopper(const MlaAttentionArgs& a);
+  size_t hopper_scratch(const MlaDims& d, int max_rows, int max_keys) const;
+  bool one_launch(const MlaAttentionArgs& a) const;  // the scratch holds the splits of all rows at once
+  // Attention up to its splits, which `then` is to fold before the next rows' overwrite them.
+  void launch_hopper(const MlaAttentionArgs& a, const std::function<void(const cuda::MlaParts&)>& then);
+  void launch_values(const MlaValueArgs& a, const cuda::MlaParts* parts);  // null: from o_lat
+  static bool finds_wgmma();
+
   void enter(const char* call, bool capturable);
   char* take(size_t bytes, const char* what);
   void capture(const std::string& key, const std::function<void()>& body);
@@ -136,6 +151,9 @@ class CudaBackend final : public Backend {
   bool poison_;
   std::string name_;
   cudaStream_t stream_ = nullptr;
+  bool clusters_ = false;      // the device and the code image both know clusters of blocks
+  bool wgmma_ = false;         // and Hopper's matrix instructions
+  int multiprocessors_ = 0;
   bool overlaps_ = false;      // the device and the code image both know programmatic dependent launch
   bool after_kernel_ = false;  // the stream's last item is a kernel: only then may the next one overlap it
   size_t shared_limit_ = 0;    // dynamic shared memory a block may have, bytes

@@ -12,6 +12,7 @@
 // arithmetic for many heads.
 #include "backend.h"
 #include "device.cuh"
+#include "mla_plan.h"
 
 namespace kdtree {
 namespace {
@@ -290,6 +291,7 @@ int segments_of(int max_keys) { return max_keys <= 0 ? 0 : (max_keys - 1) / kSeg
 }  // namespace
 
 size_t CudaBackend::attention_scratch(const MlaDims& dims, int max_rows, int max_keys) const {
+  if (attends_on_hopper(dims, wgmma_)) return hopper_scratch(dims, max_rows, max_keys);
   const int segments = segments_of(max_keys);
   return segments <= 1
              ? 0
@@ -299,6 +301,10 @@ size_t CudaBackend::attention_scratch(const MlaDims& dims, int max_rows, int max
 void CudaBackend::mla_attention(const MlaAttentionArgs& a) {
   const int rows = a.rows.max_rows;
   if (rows <= 0) return;
+  if (attends_on_hopper(a.dims, wgmma_)) {
+    attention_on_hopper(a);
+    return;
+  }
   const int rank = a.dims.rank, columns = (rank + kThreads - 1) / kThreads;
   if (columns > 4)
     throw Error("ConfigError",

@@ -144,7 +144,7 @@ void (*prepare_for(int tm))(PrepareParams, int) {
 
 void CudaBackend::mla_prepare(const MlaPrepareArgs& a) {
   const int rows = a.rows.max_rows;
-  if (rows <= 0) return;
+  if (rows <= 0 || prepare_on_tensor_cores(a)) return;
   const PrepareParams p{a.dims,  a.q,      a.kv,    a.kv_norm_w,   a.eps, a.kv_b.data, a.cos_sin,
                         a.q_lat, a.q_rope, a.cache, a.rows.depths, rows,  a.state};
   const int tm = rows >= 5 ? 8 : rows >= 3 ? 4 : rows;

@@ -2,6 +2,7 @@
 //
 // Bytes: H*V*R weights once a tile of 8 rows; flops 2*M*H*V*R. Reduction order: tile.cuh with K = R.
 #include "backend.h"
+#include "mla_plan.h"
 #include "tile.cuh"
 
 namespace kdtree {
@@ -48,6 +49,10 @@ auto value_for(int tm) {
 
 void CudaBackend::mla_value(const MlaValueArgs& a) {
   if (a.max_rows <= 0) return;
+  if (values_on_tensor_cores(a.dims, clusters_)) {
+    launch_values(a, nullptr);
+    return;
+  }
   const int tm = a.max_rows >= 5 ? 8 : a.max_rows >= 3 ? 4 : a.max_rows;
   const bool vector = vector_ready(a.o_lat, a.dims.rank) && vector_ready(a.kv_b.data, a.dims.rank);
   const int blocks_per_head = (a.dims.v + 2 * kTileWarps - 1) / (2 * kTileWarps);

@@ -40,6 +40,7 @@ def test_flags_are_those_of_the_build() -> None:
     assert nvcc.flags("12.0", False)[: len(built)] == built
     assert not any("arch" in flag for flag in built)
     assert "-gencode=arch=compute_120,code=sm_120" in nvcc.flags("12.0", False)
+    assert "-gencode=arch=compute_90a,code=sm_90a" in nvcc.flags("9.0", False)
 
 
 def test_without_nvcc(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

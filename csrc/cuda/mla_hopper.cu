@@ -1,0 +1,134 @@
+// mla_attention for bf16 on Hopper: launches of mla_hopper.cuh, and the fold of its splits where o_lat itself is asked for.
+#include "mla_hopper.cuh"
+
+#include <algorithm>
+
+#include "backend.h"
+
+namespace kdtree {
+
+using namespace cuda;
+
+namespace {
+
+// Only an image for sm_90a holds Hopper's matrix instructions.
+__device__ const bool has_wgmma =
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    true;
+#else
+    false;
+#endif
+
+constexpr int kFoldThreads = 128;
+constexpr size_t kMostParts = 256u << 20;  // bytes of splits that a launch may leave; a step of more rows is taken a part at a time
+
+// o_lat of a head: four columns a thread.
+__global__ __launch_bounds__(kFoldThreads) void fold_kernel(const __grid_constant__ MlaParts p, __nv_bfloat16* o_lat, int heads) {
+  __shared__ float weight[kMaxSplits];
+  wait_for_previous();
+  const int row = p.first_row + static_cast<int>(blockIdx.y), head = blockIdx.x;
+  if (row >= p.state->n_rows) return;
+  if (threadIdx.x < kWarp) fold_weights(p, row, head, weight);
+  __syncthreads();
+  const int column = 4 * threadIdx.x;
+  const float4 v = fold(p, row, head, column, weight);
+  const __nv_bfloat162 low = __floats2bfloat162_rn(v.x, v.y), high = __floats2bfloat162_rn(v.z, v.w);
+  __nv_bfloat162* out = reinterpret_cast<__nv_bfloat162*>(o_lat + (static_cast<size_t>(row) * heads + head) * kPartRank + column);
+  out[0] = low, out[1] = high;
+}
+
+int head_blocks_of(const MlaDims& d) { return (d.heads + kPartHeads - 1) / kPartHeads; }
+size_t row_bytes(const MlaDims& d, int splits) {
+  return static_cast<size_t>(splits) * head_blocks_of(d) * kPartHeads * (kPartRank * sizeof(float) + 2 * sizeof(float2));
+}
+int rows_a_launch(const MlaDims& d, int max_rows, int splits) {
+  return std::max(1, std::min<int>(max_rows, static_cast<int>(kMostParts / row_bytes(d, splits))));
+}
+
+using Encode = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*, const cuuint64_t*,
+                            const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle,
+                            CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
+
+// A tensor map of [slots, width] bf16 in boxes of 64 columns and `keys` slots, as tiles of wgmma.cuh.
+void map_cache(CUtensorMap* map, const void* data, int width, int slots, int keys) {
+  static Encode encode = nullptr;
+  if (encode == nullptr) {
+    cudaDriverEntryPointQueryResult found;
+    void* entry = nullptr;
+    KD_CUDA(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault, &found));
+    if (found != cudaDriverEntryPointSuccess) throw Error("DeviceError", "the driver lacks cuTensorMapEncodeTiled; it needs CUDA 12 or newer");
+    encode = reinterpret_cast<Encode>(entry);
+  }
+  const cuuint64_t sizes[2] = {static_cast<cuuint64_t>(width), static_cast<cuuint64_t>(slots)};
+  const cuuint64_t pitch[1] = {static_cast<cuuint64_t>(width) * sizeof(__nv_bfloat16)};
+  const cuuint32_t box[2] = {64, static_cast<cuuint32_t>(keys)}, strides[2] = {1, 1};
+  const CUresult code =
+      encode(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, const_cast<void*>(data), sizes, pitch, box, strides,
+             CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+             CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  if (code != CUDA_SUCCESS) {
+    throw Error("DeviceError", "cuTensorMapEncodeTiled refused a cache of " + std::to_string(slots) + " slots of " +
+                                   std::to_string(width) + " values: CUresult " + std::to_string(static_cast<int>(code)));
+  }
+}
+
+}  // namespace
+
+bool CudaBackend::finds_wgmma() {
+  bool found = false;
+  KD_CUDA(cudaMemcpyFromSymbol(&found, has_wgmma, sizeof found));
+  return found;
+}
+
+bool CudaBackend::one_launch(const MlaAttentionArgs& a) const {
+  return rows_a_launch(a.dims, a.rows.max_rows, splits_bound(a.max_keys)) >= a.rows.max_rows;
+}
+
+size_t CudaBackend::hopper_scratch(const MlaDims& d, int max_rows, int max_keys) const {
+  const int splits = splits_bound(max_keys);
+  return row_bytes(d, splits) * static_cast<size_t>(rows_a_launch(d, max_rows, splits));
+}
+
+void CudaBackend::launch_hopper(const MlaAttentionArgs& a, const std::function<void(const MlaParts&)>& then) {
+  const int rows = a.rows.max_rows, splits = splits_bound(a.max_keys), part = rows_a_launch(a.dims, rows, splits);
+  for (int first = 0; first < rows; first += part) {
+    HopperParams p{};
+    p.parts.first_row = first;
+    p.parts.rows = std::min(part, rows - first);
+    p.parts.head_blocks = head_blocks_of(a.dims);
+    const size_t units = static_cast<size_t>(splits) * p.parts.rows * p.parts.head_blocks;
+    p.parts.sums = static_cast<float*>(a.scratch);
+    p.parts.norms = reinterpret_cast<float2*>(p.parts.sums + units * kPartHeads * kPartRank);
+    p.parts.depths = a.rows.depths;
+    p.parts.state = a.state;
+    p.q_lat = static_cast<const __nv_bfloat16*>(a.q_lat);
+    p.q_rope = static_cast<const __nv_bfloat16*>(a.q_rope);
+    p.latent = static_cast<const __nv_bfloat16*>(a.cache.latent);
+    p.k_rope = static_cast<const __nv_bfloat16*>(a.cache.k_rope);
+    p.path = a.rows.path;
+    p.path_stride = a.rows.path_stride;
+    p.scale_log2 = a.scale * 1.4426950408889634f;
+    p.heads = a.dims.heads;
+    p.splits = splits;
+    const int blocks = p.parts.rows * p.parts.head_blocks;
+    const int cluster = hopper_cluster(blocks);
+    map_cache(&p.latent_map, a.cache.latent, kHopperRank, a.cache.slots, kKeyChunk / cluster);
+    map_cache(&p.k_rope_map, a.cache.k_rope, kHopperRope, a.cache.slots, kKeyChunk / cluster);
+    const auto kernel = cluster == 2 ? hopper_attention_kernel<2> : hopper_attention_kernel<1>;
+    const size_t shared = sizeof(HopperShared);
+    reserve_shared(reinterpret_cast<const void*>(kernel), "mla_attention_bf16", shared);
+    const int clusters = std::min(splits * ((blocks + cluster - 1) / cluster), multiprocessors_ / cluster);
+    launch_clusters("mla_attention_bf16", kernel, cluster, dim3(clusters * cluster), kHopperThreads, shared, p);
+    ++(*counting_)["mla_attention_bf16_hopper"];
+    then(p.parts);
+  }
+}
+
+void CudaBackend::attention_on_hopper(const MlaAttentionArgs& a) {
+  launch_hopper(a, [&](const MlaParts& parts) {
+    launch("mla_fold", fold_kernel, dim3(a.dims.heads, parts.rows), kFoldThreads, 0, parts,
+           static_cast<__nv_bfloat16*>(a.o_lat), a.dims.heads);
+  });
+}
+
+}  // namespace kdtree

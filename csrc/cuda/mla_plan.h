@@ -1,0 +1,59 @@
+// Which kernels serve MLA in bf16, and how attention cuts a row's keys: pure functions of sizes, the device and the row's own length, for
+// the host and for kernels. Which one serves depends on nothing that differs between steps, because sums have another order elsewhere.
+//
+// Keys stand at their logical positions 0 .. keys-1, in chunks of 64. A split is a run of chunks that one block adds up in order;
+// its length depends on the row's keys alone, so the same row is cut the same way in every step, alone or in any tree. The lengths
+// keep a row at 8 to 20 splits up to 40960 keys: enough blocks for one row, few enough partial sums for 64 rows.
+#pragma once
+#include "../ops.h"
+
+namespace kdtree {
+
+constexpr int kKeyChunk = 64;
+
+#ifdef __CUDACC__
+#define KD_BOTH __host__ __device__
+#else
+#define KD_BOTH
+#endif
+
+constexpr int kMaxSplits = 64;
+
+// Chunks of a split, a power of two.
+KD_BOTH constexpr int split_chunks(int keys) {
+  int chunks = 2;
+  while (keys > 20 * chunks * kKeyChunk && chunks < 64) chunks *= 2;
+  while (keys > kMaxSplits * chunks * kKeyChunk) chunks *= 2;
+  return chunks;
+}
+
+KD_BOTH constexpr int splits_of(int keys) {
+  const int positions = split_chunks(keys) * kKeyChunk;
+  return (keys + positions - 1) / positions;
+}
+
+// No row of up to max_keys keys has more splits than this.
+constexpr int splits_bound(int max_keys) {
+  const int most = splits_of(max_keys);
+  if (max_keys > kMaxSplits * 64 * kKeyChunk) return kMaxSplits;
+  return max_keys < 2560 || most > 20 ? most : 20;
+}
+
+// Attention: 64 heads are the rows of Hopper's matrix instruction, rank and rope fill its shared memory.
+constexpr bool attends_on_hopper(const MlaDims& d, bool wgmma) {
+  return wgmma && d.numerics == Numerics::kBf16 && d.rank == 512 && d.rope == 64;
+}
+// Blocks of the attention that share what they copy; rows in all.
+constexpr int hopper_cluster(int row_blocks) { return row_blocks > 1 ? 2 : 1; }
+
+// Projections on tensor cores: whole heads and whole column blocks.
+constexpr bool prepares_on_tensor_cores(const MlaDims& d) {
+  return d.numerics == Numerics::kBf16 && d.nope == 128 && d.rank % 128 == 0 && d.rope % 2 == 0;
+}
+constexpr bool values_on_tensor_cores(const MlaDims& d, bool clusters) {
+  return clusters && d.numerics == Numerics::kBf16 && d.rank == 512 && d.v == 128;
+}
+
+#undef KD_BOTH
+
+}  // namespace kdtree
