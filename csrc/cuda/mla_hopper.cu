@@ -45,33 +45,6 @@ int rows_a_launch(const MlaDims& d, int max_rows, int splits) {
   return std::max(1, std::min<int>(max_rows, static_cast<int>(kMostParts / row_bytes(d, splits))));
 }
 
-using Encode = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*, const cuuint64_t*,
-                            const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle,
-                            CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
-
-// A tensor map of [slots, width] bf16 in boxes of 64 columns and `keys` slots, as tiles of wgmma.cuh.
-void map_cache(CUtensorMap* map, const void* data, int width, int slots, int keys) {
-  static Encode encode = nullptr;
-  if (encode == nullptr) {
-    cudaDriverEntryPointQueryResult found;
-    void* entry = nullptr;
-    KD_CUDA(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault, &found));
-    if (found != cudaDriverEntryPointSuccess) throw Error("DeviceError", "the driver lacks cuTensorMapEncodeTiled; it needs CUDA 12 or newer");
-    encode = reinterpret_cast<Encode>(entry);
-  }
-  const cuuint64_t sizes[2] = {static_cast<cuuint64_t>(width), static_cast<cuuint64_t>(slots)};
-  const cuuint64_t pitch[1] = {static_cast<cuuint64_t>(width) * sizeof(__nv_bfloat16)};
-  const cuuint32_t box[2] = {64, static_cast<cuuint32_t>(keys)}, strides[2] = {1, 1};
-  const CUresult code =
-      encode(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, const_cast<void*>(data), sizes, pitch, box, strides,
-             CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-             CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  if (code != CUDA_SUCCESS) {
-    throw Error("DeviceError", "cuTensorMapEncodeTiled refused a cache of " + std::to_string(slots) + " slots of " +
-                                   std::to_string(width) + " values: CUresult " + std::to_string(static_cast<int>(code)));
-  }
-}
-
 }  // namespace
 
 bool CudaBackend::finds_wgmma() {
@@ -110,15 +83,10 @@ void CudaBackend::launch_hopper(const MlaAttentionArgs& a, const std::function<v
     p.scale_log2 = a.scale * 1.4426950408889634f;
     p.heads = a.dims.heads;
     p.splits = splits;
-    const int blocks = p.parts.rows * p.parts.head_blocks;
-    const int cluster = hopper_cluster(blocks);
-    map_cache(&p.latent_map, a.cache.latent, kHopperRank, a.cache.slots, kKeyChunk / cluster);
-    map_cache(&p.k_rope_map, a.cache.k_rope, kHopperRope, a.cache.slots, kKeyChunk / cluster);
-    const auto kernel = cluster == 2 ? hopper_attention_kernel<2> : hopper_attention_kernel<1>;
     const size_t shared = sizeof(HopperShared);
-    reserve_shared(reinterpret_cast<const void*>(kernel), "mla_attention_bf16", shared);
-    const int clusters = std::min(splits * ((blocks + cluster - 1) / cluster), multiprocessors_ / cluster);
-    launch_clusters("mla_attention_bf16", kernel, cluster, dim3(clusters * cluster), kHopperThreads, shared, p);
+    reserve_shared(reinterpret_cast<const void*>(hopper_attention_kernel), "mla_attention_bf16", shared);
+    const int blocks = std::min(splits * p.parts.rows * p.parts.head_blocks, multiprocessors_);
+    launch("mla_attention_bf16", hopper_attention_kernel, dim3(blocks), kHopperThreads, shared, p);
     ++(*counting_)["mla_attention_bf16_hopper"];
     then(p.parts);
   }

@@ -16,7 +16,7 @@ namespace cuda {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
 // A warpgroup's share of the work: G 0 owns even chunks and the first 256 columns, G 1 odd chunks and the last 256.
-template <int CLUSTER, int G>
+template <int G>
 struct HopperGroup {
   const HopperParams& p;
   HopperShared& s;
@@ -124,14 +124,10 @@ struct HopperGroup {
     release(buffer);
   }
 
-  // This warp has read its half of the buffer: said to every block that copies into it.
+  // This warp has read its half of the buffer.
   __device__ void release(int buffer) {
     uses ^= 1 << buffer;
-    if constexpr (CLUSTER == 1) {
-      if (threadIdx.x % kWarp == 0) barrier_arrive(&s.empty[buffer][G]);
-    } else {
-      if (threadIdx.x % kWarp < CLUSTER) barrier_arrive_at(&s.empty[buffer][G], threadIdx.x % kWarp);
-    }
+    if (threadIdx.x % kWarp == 0) barrier_arrive(&s.empty[buffer][G]);
   }
 
   __device__ void read_other_top(float (&from)[2]) {
@@ -139,12 +135,10 @@ struct HopperGroup {
     top[0] = s.top[1 - G][head], top[1] = s.top[1 - G][head + 8];
   }
 
-  __device__ void even_chunk(int valid, bool first, bool pair) {
-    static_assert(G == 0 || G == 1, "two warpgroups");
+  __device__ void even_chunk(int valid, bool first) {
     float score[32], before[2] = {top[0], top[1]};
     uint32_t weight[4][4];
     form_scores(score, valid);
-    if (pair) signal<kEvenScored, 2 * kGroup>();
     meet<kMeetEven, kGroup>();  // the whole warpgroup is done with the rope panel
     form_weights(score, weight, first);
     signal<kEvenReady, 2 * kGroup>();
@@ -161,7 +155,7 @@ struct HopperGroup {
       const bool first = step == 0, pair = step + 1 < u.steps;
       const int valid = u.keys - (u.first + step) * kKeyChunk;
       if constexpr (G == 0) {
-        even_chunk(valid, first, pair);
+        even_chunk(valid, first);
         if (!pair) break;
         meet<kOddReady, 2 * kGroup>();
         float before[2];
@@ -172,7 +166,6 @@ struct HopperGroup {
       } else {
         float score[32], before[2];
         uint32_t weight[4][4];
-        if (pair) meet<kEvenScored, 2 * kGroup>();
         if (pair) form_scores(score, valid - kKeyChunk);
         meet<kEvenReady, 2 * kGroup>();
         read_other_top(before);
@@ -195,14 +188,6 @@ struct HopperGroup {
     if (threadIdx.x % kWarp == 0) barrier_arrive(&s.q_empty);
   }
 
-  // Steps in which only the cluster's other block has a chunk: what was copied here is let go.
-  __device__ void keep_up(const HopperUnit& u) {
-    for (int step = u.steps; step < u.all_steps; ++step) {
-      barrier_wait(&s.full[step & 1][G], uses >> (step & 1) & 1);
-      release(step & 1);
-    }
-  }
-
   __device__ void write(size_t unit, bool any) {
     const int t = threadIdx.x % kGroup;
     float* sums = p.parts.sums + (unit * kHopperHeads + head) * kHopperRank + G * (kHopperRank / 2) + t % 4 * 2;
@@ -223,21 +208,19 @@ struct HopperGroup {
   }
 };
 
-template <int CLUSTER, int G>
-__device__ __forceinline__ void compute_units(const HopperParams& p, HopperShared& s, int rank, int n_rows, int kv_len) {
-  HopperGroup<CLUSTER, G> group(p, s);
-  const int groups = groups_of<CLUSTER>(p);
-  for (int index = blockIdx.x / CLUSTER; index < p.splits * groups; index += gridDim.x / CLUSTER) {
-    const HopperUnit u = take_unit<CLUSTER>(p, index, rank, n_rows, kv_len);
-    if (u.steps > 0) group.run(u);
-    if constexpr (CLUSTER > 1) group.keep_up(u);
-    if (u.steps > 0) group.write(p.parts.unit(index / groups, u.row, u.first_head), u.steps > G);
+template <int G>
+__device__ __forceinline__ void compute_units(const HopperParams& p, HopperShared& s, int n_rows, int kv_len) {
+  HopperGroup<G> group(p, s);
+  HopperUnit u;
+  for (int index = blockIdx.x; index < units_of(p); index += gridDim.x) {
+    if (!take_unit(p, index, n_rows, kv_len, u)) continue;
+    group.run(u);
+    group.write(p.parts.unit(u.split, u.row, u.first_head), u.steps > G);
   }
 }
 
 #endif  // __CUDA_ARCH_FEAT_SM90_ALL
 
-template <int CLUSTER>
 __global__ __launch_bounds__(kHopperThreads, 1) void hopper_attention_kernel(const __grid_constant__ HopperParams p) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ __align__(1024) unsigned char raw[];
@@ -246,36 +229,27 @@ __global__ __launch_bounds__(kHopperThreads, 1) void hopper_attention_kernel(con
     barrier_init(&s.q_full, kGroup);
     barrier_init(&s.q_empty, 2 * kGroup / kWarp);
     for (int b = 0; b < 2; ++b) {
-      for (int half = 0; half < 2; ++half) {
-        barrier_init(&s.full[b][half], kGroup);
-        barrier_init(&s.empty[b][half], CLUSTER * kGroup / kWarp);
-      }
+      for (int half = 0; half < 2; ++half) barrier_init(&s.full[b][half], kGroup), barrier_init(&s.empty[b][half], kGroup / kWarp);
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
-  const int rank = CLUSTER == 1 ? 0 : cluster_rank();
-  if constexpr (CLUSTER == 1) {
-    __syncthreads();
-  } else {
-    cluster_meet();
-  }
+  __syncthreads();
   wait_for_previous();
   const int n_rows = p.parts.state->n_rows, kv_len = p.parts.state->kv_len;
   switch (threadIdx.x / kGroup) {
     case 0:
       asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
-      copy_units<CLUSTER>(p, s, rank, n_rows, kv_len);
+      copy_units(p, s, n_rows, kv_len);
       break;
     case 1:
       asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
-      compute_units<CLUSTER, 0>(p, s, rank, n_rows, kv_len);
+      compute_units<0>(p, s, n_rows, kv_len);
       break;
     default:
       asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
-      compute_units<CLUSTER, 1>(p, s, rank, n_rows, kv_len);
+      compute_units<1>(p, s, n_rows, kv_len);
       break;
   }
-  if constexpr (CLUSTER > 1) cluster_meet();  // the other block may still signal here
 #endif
 }
 

@@ -43,9 +43,6 @@ constexpr int splits_bound(int max_keys) {
 constexpr bool attends_on_hopper(const MlaDims& d, bool wgmma) {
   return wgmma && d.numerics == Numerics::kBf16 && d.rank == 512 && d.rope == 64;
 }
-// Blocks of the attention that share what they copy; rows in all.
-constexpr int hopper_cluster(int row_blocks) { return row_blocks > 1 ? 2 : 1; }
-
 // Projections on tensor cores: whole heads and whole column blocks.
 constexpr bool prepares_on_tensor_cores(const MlaDims& d) {
   return d.numerics == Numerics::kBf16 && d.nope == 128 && d.rank % 128 == 0 && d.rope % 2 == 0;
