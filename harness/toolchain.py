@@ -54,7 +54,7 @@ def compiler(cpp_extension: Any) -> str:
 
 
 def specific(arch: str) -> str:
-    """The target that holds all of an architecture's instructions: Hopper's matrix instructions are in ``9.0a`` alone."""
+    """The target with all of an architecture's instructions: Hopper's matrix instructions are in ``9.0a`` alone."""
     return "9.0a" if arch == "9.0" else arch
 
 

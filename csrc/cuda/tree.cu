@@ -78,7 +78,7 @@ __global__ __launch_bounds__(kTreeThreads) void merge_kernel(TreeBuildArgs a, Tr
   const int n = plan.segments * plan.best;
   int found;
   if constexpr (FEW) {
-    ListShare share(in, n);
+    ListShare share(in, plan.segments, plan.best);
     found = best_of_shares(share, plan.best, keys, s);
   } else {
     found = best_keys([&](int i) { return in[i]; }, n, plan.best, keys, s);
@@ -253,29 +253,14 @@ bool grows_in_registers(const TreeBuildArgs& a, const TreePlan& plan) {
   return a.budget < kRegisterRows && grow_shared(a, plan) <= (64u << 10);
 }
 
-// The first rows of a best-first tree, as many as make expected accepted rows over cost greatest. By one warp; `expected` has room
-// for n: a lane a row for exp and quotient, the sum between them in order.
-__device__ int rows_worth_their_cost(const double* scores, int n, const double* costs, double* expected) {
-  const int lane = threadIdx.x % kWarp;
-  for (int row = lane; row < n; row += kWarp) {
-    expected[row] = row == 0 ? 1.0 : static_cast<double>(exp32(__double2float_rn(scores[row])));
-  }
-  __syncwarp();
-  if (lane == 0) {
-    for (int row = 1; row < n; ++row) expected[row] = __dadd_rn(expected[row - 1], expected[row]);
-  }
-  __syncwarp();
-  double best = -INFINITY;
+// The first rows of a best-first tree, as many as make expected accepted rows over cost greatest. Thread 0 alone.
+__device__ int rows_worth_their_cost(const double* scores, int n, const double* costs) {
+  double expected = 1.0, best = 1.0 / costs[0];
   int kept = 1;
-  for (int row = lane; row < n; row += kWarp) {
-    const double rate = expected[row] / costs[row];
+  for (int row = 1; row < n; ++row) {
+    expected = __dadd_rn(expected, static_cast<double>(exp32(__double2float_rn(scores[row]))));
+    const double rate = expected / costs[row];
     if (rate > best) best = rate, kept = row + 1;
-  }
-#pragma unroll
-  for (int mask = kWarp / 2; mask > 0; mask /= 2) {
-    const double rate = __shfl_xor_sync(kAll, best, mask);
-    const int row = __shfl_xor_sync(kAll, kept, mask);
-    if (rate > best || (rate == best && row < kept)) best = rate, kept = row;
   }
   return kept;
 }
@@ -307,16 +292,14 @@ __global__ __launch_bounds__(kTreeThreads, 1) void grow_kernel(TreeBuildArgs a, 
     int n = 0;
     if (in_registers) {
       n = a.budget < kWarp       ? grow_in_registers<1>(plan, g, log_prob, count, levels, rows)
-          : a.budget < 2 * kWarp ? grow_in_registers<2>(plan, g, log_prob, count, levels, rows)
           : a.budget < 3 * kWarp ? grow_in_registers<3>(plan, g, log_prob, count, levels, rows)
                                  : grow_in_registers<4>(plan, g, log_prob, count, levels, rows);
     } else if (threadIdx.x == 0) {
       n = grow(plan, g, levels, rows);
     }
-    n = __shfl_sync(kAll, n, 0);
-    if (a.costs != nullptr) n = rows_worth_their_cost(g.score, n, a.costs, reinterpret_cast<double*>(g.heap));
     if (threadIdx.x == 0) {
       if (broken) record_fault(a.state, kFaultDraftNonFinite, 0, worst + 1);
+      if (a.costs != nullptr) n = rows_worth_their_cost(g.score, n, a.costs);
       a.state->n_rows = n_rows = n;
     }
   }

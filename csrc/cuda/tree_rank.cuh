@@ -124,15 +124,15 @@ struct SegmentKeys {
   __device__ void forget() { asm volatile("" : "+r"(first)); }
 };
 
-// A thread's share of at most 4096 keys of the segments' lists.
+// A thread's share of the segments' lists, at most 4096 keys; the best of every list first, so that they meet all warps alike.
 struct ListShare {
   Key keys[kTreeShare];
 
-  __device__ ListShare(const Key* list, int n) {
+  __device__ ListShare(const Key* lists, int segments, int best) {
 #pragma unroll
     for (int j = 0; j < kTreeShare; ++j) {
-      const int i = static_cast<int>(threadIdx.x) + j * kTreeThreads;
-      keys[j] = i < n ? list[i] : Key{0};
+      const int i = static_cast<int>(threadIdx.x) + j * kTreeThreads, segment = i % segments, rank = i / segments;
+      keys[j] = rank < best ? lists[segment * best + rank] : Key{0};
     }
   }
   __device__ uint32_t order(int j) const { return static_cast<uint32_t>(keys[j] >> 32); }

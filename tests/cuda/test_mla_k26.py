@@ -1,6 +1,6 @@
 """MLA in bf16 at the sizes of Kimi K2.6, where tensor cores serve it: against float64, and every row the bits of AR.
 
-The bound is that of rounding the weights of the softmax to bf16 around maxima that are the engine's own (docs/model.md).
+The bound is that of rounding the softmax's weights to bf16 around maxima that are the engine's own (docs/model.md).
 """
 
 from __future__ import annotations
@@ -41,10 +41,14 @@ class Layer:
         self.latent, self.k_rope = _bf16(3, slots, RANK), _bf16(4, slots, ROPE)
         self.kv_b = _bf16(5, heads * (NOPE + V), RANK)
 
-    def attend(self, rows: list[int], tree: Tree, kv_len: int, keys: Tensor = None, more: int = 0, spare: int = 0) -> Tensor:
+    def attend(
+        self, rows: list[int], tree: Tree, kv_len: int, keys: Tensor = None, more: int = 0, spare: int = 0
+    ) -> Tensor:
         """o_lat of these queries; keys: the slots that make up the cache; more: keys the session may hold beyond."""
         latent, k_rope = (self.latent, self.k_rope) if keys is None else (self.latent[keys], self.k_rope[keys])
-        out = torch.full((len(tree.tokens), self.heads, RANK), UNWRITTEN, device="cuda", dtype=torch.int16).view(torch.uint16)
+        out = torch.full((len(tree.tokens), self.heads, RANK), UNWRITTEN, device="cuda", dtype=torch.int16).view(
+            torch.uint16
+        )
         keys_seen = kv_len + int(tree.depths.max()) + 1
         at = torch.tensor([*rows, *[0] * spare], device="cuda")
         record = state(kv_len=kv_len, n_rows=len(rows))
@@ -90,7 +94,9 @@ def test_a_hundred_trees(cuda: Operations, seed: int) -> None:
     layer = Layer(cuda, 64, 64, 9000 + 64)
     for _ in range(100):
         m = int(rng.integers(1, 65))
-        kv_len = int(rng.choice([64 * rng.integers(0, 40) + rng.integers(0, 3), rng.integers(0, 2700), rng.integers(0, 9000)]))
+        kv_len = int(
+            rng.choice([64 * rng.integers(0, 40) + rng.integers(0, 3), rng.integers(0, 2700), rng.integers(0, 9000)])
+        )
         tree = random_tree(rng, m)
         got = layer.attend(list(range(m)), tree, kv_len, more=int(rng.choice([0, 0, 3000])))
         row = int(rng.integers(0, m))

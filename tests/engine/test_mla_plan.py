@@ -1,0 +1,70 @@
+"""How attention cuts a row's keys (csrc/cuda/mla_plan.h): the kernels' own functions, compiled for the host."""
+
+from __future__ import annotations
+
+import subprocess
+
+import pytest
+
+from harness import build
+
+LENGTHS = [*range(1, 9000), *range(9000, 300_000, 61), 32768, 131072, 262144, 262145, 2_000_000]
+PROGRAM = """
+#include <cstdio>
+#include <cstdlib>
+#include "cuda/mla_plan.h"
+int main(int argc, char** argv) {
+  for (int keys; std::scanf("%d", &keys) == 1;) {
+    std::printf("%d %d %d\\n", kdtree::split_chunks(keys), kdtree::splits_of(keys), kdtree::splits_bound(keys));
+  }
+  const kdtree::Numerics kinds[] = {kdtree::Numerics::kF32, kdtree::Numerics::kBf16};
+  for (auto kind : kinds) {
+    for (int rank : {64, 512}) {
+      const kdtree::MlaDims d{64, rank, 128, 64, 128, kind};
+      std::printf("%d%d%d%d%d ", kdtree::attends_on_hopper(d, true), kdtree::attends_on_hopper(d, false),
+                  kdtree::prepares_on_tensor_cores(d), kdtree::values_on_tensor_cores(d, true),
+                  kdtree::values_on_tensor_cores(d, false));
+    }
+  }
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def output(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    folder = tmp_path_factory.mktemp("plan")
+    (folder / "plan.cpp").write_text(PROGRAM, "utf-8")
+    binary = folder / "plan"
+    command = ["c++", "-std=c++17", f"-I{build.CSRC}", str(folder / "plan.cpp"), "-o", str(binary)]
+    subprocess.run(command, check=True)
+    asked = "\n".join(map(str, LENGTHS))
+    return subprocess.run([str(binary)], input=asked, capture_output=True, text=True, check=True).stdout.splitlines()
+
+
+def cuts(output: list[str]) -> dict[int, tuple[int, ...]]:
+    """Length -> chunks a split, splits, and the most splits of a session of that length."""
+    return {keys: tuple(map(int, line.split())) for keys, line in zip(LENGTHS, output, strict=False)}
+
+
+def test_every_key_has_a_place(output: list[str]) -> None:
+    """Splits cover the keys, none is empty; a session's bound holds for every shorter row."""
+    most = 0
+    for keys, (length, splits, bound) in sorted(cuts(output).items()):
+        chunks = -(-keys // 64)
+        assert (splits - 1) * length < chunks <= splits * length, keys
+        most = max(most, splits)
+        assert most <= bound <= 64, keys
+
+
+def test_lengths_for_one_row_and_for_many(output: list[str]) -> None:
+    """One row has blocks enough at any length, and 64 rows do not drown in sums."""
+    cut = cuts(output)
+    assert [cut[keys][:2] for keys in (1, 128, 129)] == [(2, 1), (2, 1), (2, 2)]
+    assert [cut[keys][:2] for keys in (1024, 2560, 2561)] == [(2, 8), (2, 20), (4, 11)]
+    assert [cut[keys][:2] for keys in (4096, 32768, 131072)] == [(4, 16), (32, 16), (64, 32)]
+    assert [cut[keys][:2] for keys in (262144, 262145)] == [(64, 64), (128, 33)]
+
+
+def test_kernels_by_shape(output: list[str]) -> None:
+    """Attention, preparation, values with and without the device's means: bf16 of the right sizes alone, f32 never."""
+    assert output[-1].split() == ["00000", "00000", "00000", "10110"]
