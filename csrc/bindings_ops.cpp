@@ -298,18 +298,20 @@ void mla_value(int64_t handle, std::vector<int64_t> dims, Tensor o_lat, Tensor k
 
 void mla_output(int64_t handle, std::vector<int64_t> dims, double scale, Tensor q_lat, Tensor q_rope, Tensor latent, Tensor k_rope,
                 Tensor o_lat, int64_t max_keys, Tensor kv_b, Tensor o, std::vector<Tensor> rows, Tensor state) {
-  Backend& b = backend(handle);
+  Call call(handle, state);
   const MlaDims d = dims_of(dims, q_lat);
   const Rows r = rows_of(rows);
   const int64_t m = r.max_rows, h = d.heads;
   need(kv_b.numel() == h * (d.nope + d.v) * d.rank, "kv_b", "has the wrong size");
-  const Buffer scratch(b, b.attention_scratch(d, r.max_rows, static_cast<int>(max_keys)), "scratch");
-  void* lat = activation(o_lat, m * h * d.rank, d.numerics, "o_lat");
-  b.mla_output({d, static_cast<float>(scale), activation(q_lat, m * h * d.rank, d.numerics, "q_lat"),
-                activation(q_rope, m * h * d.rope, d.numerics, "q_rope"), cache_of(latent, k_rope, d.numerics), lat,
-                static_cast<int>(max_keys), scratch.get(), r, step_state(state)},
-               {d, lat, weight_of(kv_b, d.rank), activation(o, m * h * d.v, d.numerics, "o"), r.max_rows, &step_state(state)->n_rows});
-  wait(b, state);
+  void* const scratch = call.scratch(call.backend().attention_scratch(d, r.max_rows, static_cast<int>(max_keys)));
+  call.run([=](Backend& b) {
+    void* const lat = activation(o_lat, m * h * d.rank, d.numerics, "o_lat");
+    b.mla_output({d, static_cast<float>(scale), activation(q_lat, m * h * d.rank, d.numerics, "q_lat"),
+                  activation(q_rope, m * h * d.rope, d.numerics, "q_rope"), cache_of(latent, k_rope, d.numerics), lat,
+                  static_cast<int>(max_keys), scratch, r, step_state(state)},
+                 {d, lat, weight_of(kv_b, d.rank), activation(o, m * h * d.v, d.numerics, "o"), r.max_rows,
+                  &step_state(state)->n_rows});
+  });
 }
 
 void router(int64_t handle, Tensor logits, Tensor bias, Tensor ids, Tensor weights, int64_t n_group, int64_t topk_group, bool norm_topk,

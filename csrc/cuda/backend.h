@@ -151,9 +151,7 @@ class CudaBackend final : public Backend {
   bool poison_;
   std::string name_;
   cudaStream_t stream_ = nullptr;
-  bool clusters_ = false;      // the device and the code image both know clusters of blocks
-  bool wgmma_ = false;         // and Hopper's matrix instructions
-  int multiprocessors_ = 0;
+  bool wgmma_ = false;         // the device and the code image both know Hopper's matrix instructions
   bool overlaps_ = false;      // the device and the code image both know programmatic dependent launch
   bool after_kernel_ = false;  // the stream's last item is a kernel: only then may the next one overlap it
   size_t shared_limit_ = 0;    // dynamic shared memory a block may have, bytes

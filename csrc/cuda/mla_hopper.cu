@@ -85,7 +85,7 @@ void CudaBackend::launch_hopper(const MlaAttentionArgs& a, const std::function<v
     p.splits = splits;
     const size_t shared = sizeof(HopperShared);
     reserve_shared(reinterpret_cast<const void*>(hopper_attention_kernel), "mla_attention_bf16", shared);
-    const int blocks = std::min(splits * p.parts.rows * p.parts.head_blocks, multiprocessors_);
+    const int blocks = std::min(splits * p.parts.rows * p.parts.head_blocks, device_shape_.multiprocessors);
     launch("mla_attention_bf16", hopper_attention_kernel, dim3(blocks), kHopperThreads, shared, p);
     ++(*counting_)["mla_attention_bf16_hopper"];
     then(p.parts);

@@ -326,7 +326,7 @@ void CudaBackend::launch_values(const MlaValueArgs& a, const MlaParts* parts) {
 }
 
 void CudaBackend::mla_output(const MlaAttentionArgs& a, const MlaValueArgs& v) {
-  const bool folds = attends_on_hopper(a.dims, wgmma_) && values_on_tensor_cores(v.dims, clusters_) && one_launch(a);
+  const bool folds = attends_on_hopper(a.dims, wgmma_) && values_on_tensor_cores(v.dims, device_shape_.clusters) && one_launch(a);
   if (!folds) {
     Backend::mla_output(a, v);
     return;

@@ -49,7 +49,7 @@ auto value_for(int tm) {
 
 void CudaBackend::mla_value(const MlaValueArgs& a) {
   if (a.max_rows <= 0) return;
-  if (values_on_tensor_cores(a.dims, clusters_)) {
+  if (values_on_tensor_cores(a.dims, device_shape_.clusters)) {
     launch_values(a, nullptr);
     return;
   }
