@@ -5,6 +5,7 @@ The bound is that of rounding the softmax's weights to bf16 around maxima that a
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,18 @@ import pytest
 import torch
 
 from tests.cuda.operations import Array, Operations, Tree, random_tree, state
+
+
+
+@pytest.fixture(scope="module")
+def cuda() -> Iterator[Operations]:
+    """Operations by the kernels on tensor cores."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("KDTREE_CUDA_TENSOR", "1")
+        opened = Operations("cuda")
+    with opened as operations:
+        yield operations
+
 
 RANK, NOPE, ROPE, V = 512, 128, 64, 128
 SCALE = 0.1446796
