@@ -6,7 +6,7 @@ import pytest
 
 from harness.environment import survey
 
-NEED_A_GPU = ["test_rows.py", "test_products.py", "test_decoding.py", "test_backend.py"]
+NEED_A_GPU = ["test_rows.py", "test_mla_k26.py", "test_products.py", "test_decoding.py", "test_backend.py"]
 NEED_TWO = ["test_ranks.py"]
 
 

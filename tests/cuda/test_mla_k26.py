@@ -15,7 +15,6 @@ import torch
 from tests.cuda.operations import Array, Operations, Tree, random_tree, state
 
 
-
 @pytest.fixture(scope="module")
 def cuda() -> Iterator[Operations]:
     """Operations by the kernels on tensor cores."""
