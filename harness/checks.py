@@ -63,7 +63,7 @@ def run_checks(
     found.checks += _stream(session, request, decoded)
     if ar is not None:
         found.checks += _sampling(session, golden, drafter, seed)
-        found.checks.append(check_widths(session, golden, seed))
+        found.checks.append(check_widths(session, golden, seed, ranked=alone is not None))
         if not golden.rounding and not all(check.ok for check in found.checks):
             taps(found, session, golden)
     else:

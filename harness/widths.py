@@ -21,6 +21,8 @@ MAX_ROWS = 65  # a budget of 64 and the root
 PATHS, DEPTH = 6, 8
 FEW_PATHS, FEW_DEPTH = 3, 4  # where a config names its widths, because each row is dear
 COMMIT_EVERY = 8
+RANKED_WIDTHS = (1, 2, 3, 5, 8, 16, 17, 33, 64, 65)
+"""What several ranks are held to: one rank ran all widths, and each forward of several costs exchanges."""
 
 Prefix = tuple[int, ...]
 
@@ -80,15 +82,15 @@ def _grow(children: dict[Prefix, list[Prefix]], width: int, rng: np.random.Gener
     return rows, parents
 
 
-def draw(golden: Golden, seed: int) -> tuple[list[Prefix], list[Tree]]:
-    """The random paths below a root of the golden run, and a tree over them for every width 1..65 or the config's own.
+def draw(golden: Golden, seed: int, *, ranked: bool = False) -> tuple[list[Prefix], list[Tree]]:
+    """The random paths below a root of the golden run, and a tree over them for every width 1..65 (or some).
 
     Where the context ends at the root there is width 1 alone.
     """
     rng = np.random.default_rng(seed)
     committed = int(rng.integers(len(golden.tokens)))
     context, root = (*golden.prompt, *golden.tokens[:committed]), golden.tokens[committed]
-    few = tuple(golden.meta["run"].get("widths", ()))
+    few = tuple(golden.meta["run"].get("widths", ())) or (RANKED_WIDTHS if ranked else ())
     count, most = (FEW_PATHS, FEW_DEPTH) if few else (PATHS, DEPTH)
     depth = min(most, golden.field("max_context") - len(context) - 1)  # the root needs one position
     paths = _draw_paths(count, depth, rng, golden.field("vocab_size"))
@@ -110,9 +112,9 @@ def draw(golden: Golden, seed: int) -> tuple[list[Prefix], list[Tree]]:
     return paths, trees
 
 
-def check_widths(session: Session, golden: Golden, seed: int) -> Check:
+def check_widths(session: Session, golden: Golden, seed: int, *, ranked: bool = False) -> Check:
     """One check over all widths; the value counts wrong rows."""
-    paths, trees = draw(golden, seed)
+    paths, trees = draw(golden, seed, ranked=ranked)
     context, root = trees[0].context, trees[0].tokens[0]
     known = _step_along(session, context, root, paths)
     wrong, detail, compared = 0, "", 0
