@@ -21,7 +21,7 @@ def test_every_operation_of_the_bindings_has_cases_in_both_families(device: str)
     bound = {n for n in re.findall(r'm\.impl\("(\w+)"', text) if not n.startswith(("backend_", "sequence_"))}
     bound -= {"isa_names"}
     bound -= {"unshard", "checksum", "draw_experts"}  # of several ranks, which `bench.ranks` times, and of loading
-    bound -= {"mla_output"}  # mla_attention, then mla_value, which have cases; in one launch where tensor cores fold them
+    bound -= {"mla_output"}  # mla_attention and mla_value, which have cases, in one call
     assert len(bound) >= 15
     for family in ("tiny", "k26"):
         assert {case.op for case in cases(device) if case.family == family} == bound | set(OPERATIONS)
