@@ -83,11 +83,18 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
     read_all(file, copy.data(), copy.size());
     const kdtree::ModelConfig config = kdtree::read_config(file);
     static const std::unique_ptr<kdtree::Backend> backend = kdtree::make_cpu_backend(1, false);
-    for (const auto kind : {kdtree::WeightKind::kF32, kdtree::WeightKind::kInt4}) {
-      const auto weights = kdtree::load_weights(*backend, file, config, kind);
+    using kdtree::Numerics;
+    using kdtree::WeightKind;
+    const kdtree::Precision precisions[] = {{Numerics::kF32, WeightKind::kF32},
+                                            {Numerics::kF32, WeightKind::kInt4},
+                                            {Numerics::kBf16, WeightKind::kBf16},
+                                            {Numerics::kBf16, WeightKind::kInt4}};
+    for (const kdtree::Precision& precision : precisions) {
+      const auto weights = kdtree::load_weights(*backend, file, config, precision, kdtree::Ranks{});
       if (weights.layers.size() != static_cast<size_t>(config.num_layers)) std::abort();
+      const auto drafter = kdtree::read_drafter(file, config);
+      if (drafter) kdtree::load_drafter(*backend, file, config, *drafter, precision, &weights);
     }
-    if (const auto drafter = kdtree::read_drafter(file, config)) kdtree::load_drafter(*backend, file, config, *drafter);
     kdtree::rope_table(config.rotation(), 0, config.max_context < 4 ? config.max_context : 4);
   } catch (const kdtree::Error& error) {
     if (!is_named(error.what())) std::abort();
