@@ -64,14 +64,20 @@ void* activation(const Tensor& t, int64_t n, Numerics numerics, const char* what
   return numerics == Numerics::kBf16 ? static_cast<void*>(sized<uint16_t>(t, n, what)) : sized<float>(t, n, what);
 }
 
-// A matrix, or a stack of them, of f32, or of bf16 as u16.
-Weight weight_of(const Tensor& w, int64_t k) {
+// The sizes of a matrix, or of a stack of them, whose rows have k values.
+Weight sizes_of(const Tensor& w, int64_t k) {
   const bool batch = w.dim() == 3;
   need(batch || w.dim() == 2, "weight", "is not a matrix or a stack of them");
   Weight out;
   out.e = batch ? dim(w, 0) : 1;
   out.n = dim(w, batch ? 1 : 0);
   out.k = static_cast<int>(k);
+  return out;
+}
+
+// A matrix, or a stack of them, of f32, or of bf16 as u16.
+Weight weight_of(const Tensor& w, int64_t k) {
+  Weight out = sizes_of(w, k);
   out.kind = is_bf16(w) ? WeightKind::kBf16 : WeightKind::kF32;
   out.data = activation(w, static_cast<int64_t>(out.e) * out.n * k, numerics_of(is_bf16(w)), "weight");
   return out;
@@ -80,12 +86,7 @@ Weight weight_of(const Tensor& w, int64_t k) {
 // The same; or, with a scale that is not empty (the bytes of bf16 numbers, u8 [e,] n, 2*groups), nibbles u8 [e,] n, 16*groups.
 Weight weight_of(const Tensor& w, const Tensor& scale, int64_t k) {
   if (scale.numel() == 0) return weight_of(w, k);
-  const bool batch = w.dim() == 3;
-  need(batch || w.dim() == 2, "weight", "is not a matrix or a stack of them");
-  Weight out;
-  out.e = batch ? dim(w, 0) : 1;
-  out.n = dim(w, batch ? 1 : 0);
-  out.k = static_cast<int>(k);
+  Weight out = sizes_of(w, k);
   const int64_t outputs = static_cast<int64_t>(out.e) * out.n, groups = (k + 31) / 32;
   out.kind = WeightKind::kInt4;
   out.data = sized<uint8_t>(w, outputs * groups * 16, "weight");

@@ -16,6 +16,30 @@ BF16_PRECISIONS = ("bf16", "int4-bf16")
 """Of which activations are rounded as docs/model.md, bf16, says."""
 PRECISIONS = F32_PRECISIONS + BF16_PRECISIONS
 
+Kinds = dict[str, type[int] | type[float]]
+
+
+def kinds_of(fields_of: type[Any]) -> Kinds:
+    """What each field of a dataclass of sizes holds: int, or float for everything else."""
+    return {f.name: int if f.type in (int, "int") else float for f in dataclasses.fields(fields_of)}
+
+
+def check_kinds(fields: Mapping[str, Any], kinds: Kinds, file: str, prefix: str = "") -> None:
+    """`ConfigError` naming ``file`` and the field unless ``fields`` are exactly those, of these kinds and finite.
+
+    ``prefix`` goes before a field's name in the message.
+    """
+    for name in fields:
+        if name not in kinds:
+            raise ConfigError(f"{file}: {prefix}{name}: unknown field; known are {', '.join(sorted(kinds))}")
+    for name, kind in kinds.items():
+        if name not in fields:
+            raise ConfigError(f"{file}: {prefix}{name}: missing")
+        value = fields[name]
+        if type(value) is not kind or not math.isfinite(value):
+            what = "an integer" if kind is int else "a finite float (written with a point)"
+            raise ConfigError(f"{file}: {prefix}{name}: {value!r} is not {what}")
+
 
 @dataclass(frozen=True)
 class ModelConfig:
@@ -56,17 +80,7 @@ class ModelConfig:
     @staticmethod
     def of(fields: Mapping[str, Any], file: str) -> ModelConfig:
         """Check ``fields`` against the page; `ConfigError` names ``file`` and the field."""
-        kinds = {f.name: int if f.type in (int, "int") else float for f in dataclasses.fields(ModelConfig)}
-        for name in fields:
-            if name not in kinds:
-                raise ConfigError(f"{file}: {name}: unknown field; known are {', '.join(sorted(kinds))}")
-        for name, kind in kinds.items():
-            if name not in fields:
-                raise ConfigError(f"{file}: {name}: missing")
-            value = fields[name]
-            if type(value) is not kind or not math.isfinite(value):
-                what = "an integer" if kind is int else "a finite float (written with a point)"
-                raise ConfigError(f"{file}: {name}: {value!r} is not {what}")
+        check_kinds(fields, kinds_of(ModelConfig), file)
         config = ModelConfig(**dict(fields))
         config._check_ranges(file)
         return config

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from refs.config import ModelConfig
+from refs.config import ModelConfig, check_kinds, kinds_of
 from refs.errors import ConfigError, MissingTensor
 from refs.rope import Rotation, ramp_edges
 
@@ -41,18 +40,11 @@ class DrafterConfig:
     @staticmethod
     def of(fields: Mapping[str, Any], taps: Sequence[int], model: ModelConfig, file: str) -> DrafterConfig:
         """Check ``fields`` (without prefix) against the page; `ConfigError` names ``file`` and the field."""
-        kinds = {f.name: int if f.type in (int, "int") else float for f in dataclasses.fields(DrafterConfig)}
+        kinds = kinds_of(DrafterConfig)
         del kinds["taps"]
-        for name in fields:
-            if name not in kinds:
-                raise ConfigError(f"{file}: {PREFIX}{name}: unknown field; known are {', '.join(sorted(kinds))}")
+        check_kinds(fields, kinds, file, PREFIX)
         for name, kind in kinds.items():
-            if name not in fields:
-                raise ConfigError(f"{file}: {PREFIX}{name}: missing")
             value = fields[name]
-            if type(value) is not kind or not math.isfinite(value):
-                what = "an integer" if kind is int else "a finite float (written with a point)"
-                raise ConfigError(f"{file}: {PREFIX}{name}: {value!r} is not {what}")
             if not (0 < value < 2**31 if kind is int else value > 0):
                 raise ConfigError(f"{file}: {PREFIX}{name}: {value} is not above 0 or too large")
         config = DrafterConfig(**dict(fields), taps=tuple(int(t) for t in taps))

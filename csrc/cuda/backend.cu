@@ -68,9 +68,9 @@ CudaBackend::CudaBackend(int device, bool poison) : device_(device), poison_(poi
   // Clusters need an image of Hopper's level as much as the wait does. Kernels of the bf16 precisions on tensor cores wait to be asked
   // for: docs/kernels.md says why.
   const char* asked = std::getenv("KDTREE_CUDA_TENSOR");
-  const bool tensor = asked != nullptr && std::strcmp(asked, "1") == 0;
-  device_shape_ = {tensor && major >= 9 && image.ptxVersion >= 90, multiprocessors, shared_limit_};
-  wgmma_ = tensor && major == 9 && finds_wgmma();
+  tensor_ = asked != nullptr && std::strcmp(asked, "1") == 0;
+  device_shape_ = {tensor_ && major >= 9 && image.ptxVersion >= 90, multiprocessors, shared_limit_};
+  wgmma_ = tensor_ && major == 9 && finds_wgmma();
   KD_CUDA(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking));
   KD_CUDA(cudaMallocHost(reinterpret_cast<void**>(&staging_), kStaging));
 }

@@ -151,7 +151,8 @@ class CudaBackend final : public Backend {
   bool poison_;
   std::string name_;
   cudaStream_t stream_ = nullptr;
-  bool wgmma_ = false;         // the device and the code image both know Hopper's matrix instructions
+  bool tensor_ = false;        // kernels of the bf16 precisions on tensor cores are asked for
+  bool wgmma_ = false;         // and the device and the code image both know Hopper's matrix instructions
   bool overlaps_ = false;      // the device and the code image both know programmatic dependent launch
   bool after_kernel_ = false;  // the stream's last item is a kernel: only then may the next one overlap it
   size_t shared_limit_ = 0;    // dynamic shared memory a block may have, bytes

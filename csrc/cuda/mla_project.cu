@@ -283,7 +283,7 @@ __global__ __launch_bounds__(kValueThreads, 1) void value_kernel(const __grid_co
 }  // namespace
 
 bool CudaBackend::prepare_on_tensor_cores(const MlaPrepareArgs& a) {
-  if (!device_shape_.clusters || !prepares_on_tensor_cores(a.dims)) return false;
+  if (!tensor_ || !prepares_on_tensor_cores(a.dims)) return false;
   const PrepareParams p{a.dims,
                         a.q,
                         a.kv,
