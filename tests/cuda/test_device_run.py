@@ -1,0 +1,59 @@
+"""The run that gathers evidence on a GPU: which stages run, in which order, and what is left of one that fails."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from harness.gpu import Survey
+from tests.cuda import device_run
+from tests.cuda.device_run import Stage
+
+
+def say(text: str, then: str = "pass") -> list[str]:
+    return [sys.executable, "-Sc", f"print({text!r}, flush=True); {then}"]
+
+
+@pytest.fixture
+def trail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Stages of one line each, on a machine without a GPU; what `making` made, `using` needs."""
+    made = tmp_path / "made"
+    wait = "import time, pathlib; time.sleep(0.3)"
+    known = {
+        "making": Stage(say("making", f"{wait}; pathlib.Path({str(made)!r}).touch()"), 20),
+        "failing": Stage(say("failing", "raise SystemExit(5)"), 20),
+        "using": Stage(say("using", f"import pathlib; assert pathlib.Path({str(made)!r}).exists()"), 20),
+        "told": Stage(say("told", "import os; assert os.environ['TOLD'] == '1'"), 20, {"TOLD": "1"}),
+        "endless": Stage(say("endless", "import time; time.sleep(60)"), 1),
+        "two": Stage(say("two"), 20, gpus=2),
+    }
+    monkeypatch.setattr(device_run, "stages", lambda out, scratch: known)
+    monkeypatch.setattr(device_run, "BESIDE", {"making": "using"})
+    monkeypatch.setattr(device_run, "TOGETHER", ())
+    monkeypatch.setattr(device_run, "survey", lambda: Survey((), "none", ""))
+    return tmp_path / "out"
+
+
+def statuses(out: Path) -> dict[str, object]:
+    return {name: found["status"] for name, found in json.loads((out / "summary.json").read_text()).items()}
+
+
+def test_one_stage_that_fails_keeps_no_other_from_running(trail: Path) -> None:
+    assert device_run.main([str(trail)]) == 1
+    assert statuses(trail) == {"failing": 5, "making": 0, "using": 0, "told": 0, "endless": 124}
+    assert (trail / "logs.tar.gz").stat().st_size > 0
+
+
+def test_chosen_stages_alone_decide_the_exit_status(trail: Path) -> None:
+    assert device_run.main([str(trail), "--only", "making", "told"]) == 0
+    assert statuses(trail) == {"told": 0, "making": 0}
+
+
+def test_an_unknown_stage_is_named_before_anything_runs(trail: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        device_run.main([str(trail), "--only", "tols"])
+    assert "no stage tols; there are making" in capsys.readouterr().err
+    assert not trail.exists()
