@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -249,7 +249,6 @@ def frozen(folder: Path) -> Path:
 
 def run(configs: Sequence[str], *, quick: bool, say: Any) -> list[Outcome]:
     """All variants, two at a time; ``quick`` leaves out every Python but the running one."""
-    outcomes: list[Outcome] = []
     found = pythons()
     running = platform.python_version()
     chosen = {running: sys.executable} if quick else found
@@ -261,10 +260,11 @@ def run(configs: Sequence[str], *, quick: bool, say: Any) -> list[Outcome]:
             for version, path in chosen.items()
             for which in ("oldest", "newest")
         ]
-        for job in jobs:
+        say(f"reproduce: {len(configs)} bundles in {len(jobs)} ways, {PROCESSES} at a time")
+        for job in as_completed(jobs):
             for outcome in job.result():
-                say(f"reproduce: {outcome.variant}: {outcome.result}")
-                outcomes.append(outcome)
+                say(f"reproduce: {outcome.variant}: {outcome.result}, {outcome.seconds:.1f} s")
+        outcomes = [outcome for job in jobs for outcome in job.result()]
     if quick:
         outcomes += [Outcome(f"Python {v}", "not tried", detail="--quick") for v in found if v != running]
     here = platform.machine()
@@ -286,7 +286,7 @@ def main(argv: Sequence[str]) -> int:
     parser = Parser(
         prog="python -m harness.reproduce", description="Prove that bundles have the same bytes everywhere."
     )
-    parser.add_argument("configs", nargs="*", metavar="CONFIG", help="default: all")
+    parser.add_argument("configs", nargs="*", metavar="CONFIG", help="default: all but those of real sizes")
     parser.add_argument("--quick", action="store_true", help=f"{', '.join(QUICK)} under the running Python alone")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--make", action="store_true", help=argparse.SUPPRESS)
@@ -295,7 +295,9 @@ def main(argv: Sequence[str]) -> int:
     if options.make or options.describe:
         print(json.dumps(make(options.configs) if options.make else describe_interpreter()))
         return PASSED
-    configs = options.configs or (QUICK if options.quick else sorted(read_lock()))
+    from refs import recipe
+
+    configs = options.configs or (QUICK if options.quick else recipe.names())
     outcomes = run(configs, quick=options.quick, say=lambda line: print(line, file=sys.stderr, flush=True))
     tried = [o for o in outcomes if o.result != "not tried"]
     differing = [o for o in tried if o.result == "differs"]

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from harness import bundle_lock, reproduce
+from harness.matrix import is_large
 from harness.reproduce import NotTried, Outcome, Variant
 
 CONFIGS = ["block1"]
@@ -96,3 +97,17 @@ def test_exit_statuses(
     assert all(f"v{i}: {r}: why" in text for i, r in enumerate(results) if r != "same")
     assert reproduce.main(["--json", *CONFIGS]) == status
     assert [o["result"] for o in json.loads(capsys.readouterr().out)["outcomes"]] == results
+
+
+def test_by_default_every_bundle_but_those_of_real_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[list[str]] = []
+
+    def run(configs: list[str], **_: object) -> list[Outcome]:
+        asked.append(configs)
+        return [Outcome("v", "same")]
+
+    monkeypatch.setattr(reproduce, "run", run)
+    assert reproduce.main([]) == 0
+    pinned = set(bundle_lock.read_lock())
+    assert set(asked[0]) == {name for name in pinned if not is_large(name)}
+    assert set(asked[0]) < pinned
