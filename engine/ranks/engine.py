@@ -13,7 +13,7 @@ from engine.ranks.job import PORTS, VARIABLE, Job, Nodes, free
 from engine.ranks.paths import portable
 from engine.ranks.shares import check_file
 from engine.session import CsrcEngine
-from harness.protocol import F32, Decoded, DecodeRequest, RankError
+from harness.protocol import F32, Decoded, DecodeRequest, RankError, RequestError
 
 
 class RankedSession:
@@ -23,8 +23,13 @@ class RankedSession:
         self._job, self._number = job, number
         self._open = True
 
+    def _ask(self, command: str, *arguments: Any) -> Any:
+        if not self._open:
+            raise RequestError("the session is closed")
+        return self._job.ask(command, self._number, *arguments)
+
     def _call(self, method: str, *arguments: Any, **options: Any) -> Any:
-        return self._job.ask("call", self._number, method, arguments, options)
+        return self._ask("call", method, arguments, options)
 
     @property
     def length(self) -> int:
@@ -57,8 +62,8 @@ class RankedSession:
 
     def stream(self, request: DecodeRequest) -> Iterator[int]:
         """As `decode`, yielding tokens as rounds accept them."""
-        self._job.ask("stream", self._number, request)
-        while (token := self._job.ask("next", self._number)) is not None:
+        stream = self._ask("stream", request)
+        while (token := self._ask("next", stream)) is not None:
             yield int(token)
 
     def cache(self, layer: int) -> tuple[F32, F32]:
@@ -83,17 +88,17 @@ class RankedSession:
 
     def broken_guard(self) -> str:
         """Name of a buffer written outside its bounds on any rank, or ``""``."""
-        found = self._job.ask("each", self._number, "broken_guard")
+        found = self._ask("each", "broken_guard")
         return next((f"{name} of rank {rank}" for rank, name in enumerate(found) if name), "")
 
     def memory(self) -> tuple[int, int]:
         """Bytes that a rank holds and has held at most, those of the rank that has the most."""
-        held = [tuple(pair) for pair in self._job.ask("each", self._number, "memory")]
+        held = [tuple(pair) for pair in self._ask("each", "memory")]
         return max(pair[0] for pair in held), max(pair[1] for pair in held)
 
     def weights(self) -> list[Mapping[str, tuple[int, int, int, int]]]:
         """What each rank holds, see `engine.session.CsrcSession.weights`."""
-        return list(self._job.ask("each", self._number, "weights"))
+        return list(self._ask("each", "weights"))
 
     def exchanges(self) -> int:
         """How often the engine has called rank 0's transport; exchanges that a graph replays are not among them."""
@@ -101,12 +106,12 @@ class RankedSession:
 
     def flip(self, rank: int, tensor: str, byte: int) -> None:
         """Fault injection: turn one bit of a weight in one rank's GPU."""
-        self._job.ask("flip", self._number, rank, tensor, byte)
+        self._ask("flip", rank, tensor, byte)
 
     def close(self) -> None:
-        """Free everything on every rank."""
+        """Free everything on every rank; further calls raise `RequestError`."""
         if self._open and not self._job.failure:
-            self._job.ask("close", self._number)
+            self._ask("close")
         self._open = False
 
     def __enter__(self) -> RankedSession:
@@ -117,17 +122,21 @@ class RankedSession:
 
 
 class RankedEngine:
-    """``csrc/`` on ``ranks`` devices; the job starts with the first session and is started anew after it failed."""
+    """``csrc/`` on ``ranks`` devices; the job starts with the first session and is started anew after it failed.
+
+    RankError for hosts, named by the environment, that cannot be.
+    """
 
     def __init__(self, device: str, ranks: int, nodes: Nodes | None = None) -> None:
         self.name = "csrc"
         self.device = device
         self._ranks = ranks
-        self.nodes = nodes or (Nodes.of(os.environ[VARIABLE]) if VARIABLE in os.environ else Nodes())
+        self.nodes = nodes or _nodes_of_environment()
         """The hosts of its jobs, and this one's place."""
+        if ranks % self.nodes.count:
+            raise RankError(f"{VARIABLE}: {self.nodes.count} hosts cannot have {ranks} ranks in equal numbers")
         self._job: Job | None = None
         self._alone = CsrcEngine(device)
-        atexit.register(self.close)
 
     def load(self, path: Path, precision: str, **options: Any) -> RankedSession:
         """Open a KDTR file on every rank; options as those of `engine.session.CsrcEngine.load`."""
@@ -142,6 +151,7 @@ class RankedEngine:
             if "KDTREE_RANKS_GPUS" in os.environ:  # a test worker, which sees one GPU itself
                 environment["CUDA_VISIBLE_DEVICES"] = os.environ["KDTREE_RANKS_GPUS"]
             self._job = Job(self.device, local, self.rendezvous(), environment)
+            atexit.register(self.close)
         return RankedSession(self._job, self._job.ask("load", portable(path), precision, options))
 
     def rendezvous(self) -> Nodes:
@@ -171,3 +181,11 @@ class RankedEngine:
             self._job.close()
         self._job = None
         atexit.unregister(self.close)
+
+
+def _nodes_of_environment() -> Nodes:
+    """What `VARIABLE` says, or this host alone."""
+    try:
+        return Nodes.of(os.environ[VARIABLE]) if VARIABLE in os.environ else Nodes()
+    except ValueError as error:
+        raise RankError(f"{VARIABLE}: {error}") from None

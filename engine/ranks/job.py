@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import multiprocessing.connection
 import os
+import pickle
+import re
 import secrets
 import shutil
 import signal
@@ -51,8 +53,10 @@ class Nodes:
     @staticmethod
     def of(text: str) -> Nodes:
         """From ``COUNT,NODE,ADDRESS,PORT``, as `VARIABLE` and ``engine.ranks.join`` take it. Raises ValueError."""
-        count, node, address, port = text.split(",")
-        return Nodes(int(count), int(node), address, int(port))
+        found = re.fullmatch(r"(\d{1,4}),(\d{1,4}),([^,\s]+),(\d{1,5})", text)
+        if found is None or not int(found[2]) < int(found[1]) or not 0 < int(found[4]) < 2**16:
+            raise ValueError(f"{text!r} is not COUNT,NODE,ADDRESS,PORT with NODE below COUNT, as in 2,0,box1,29500")
+        return Nodes(int(found[1]), int(found[2]), found[3], int(found[4]))
 
     def __str__(self) -> str:
         return f"{self.count},{self.node},{self.address},{self.port}"
@@ -76,11 +80,16 @@ class Job:
         self._ranks: dict[int, Rank] = {}
         self._changed = threading.Condition()
         self._control: Connection | None = None
+        self._turn = threading.Lock()  # of those who ask: an answer belongs to the command before it
         self._ending = False
         self.failure = ""
         """Why the job ended, its first line naming the rank to blame; empty while all is well."""
         key = secrets.token_bytes(16)
-        self._listener = Listener(str(self.folder / "line"), "AF_UNIX", backlog=4 * ranks, authkey=key)
+        try:
+            self._listener = Listener(str(self.folder / "line"), "AF_UNIX", backlog=4 * ranks, authkey=key)
+        except OSError as error:  # the system allows about 100 characters
+            shutil.rmtree(self.folder, ignore_errors=True)
+            raise RankError(f"{self.folder}/line: {error}; set TMPDIR to a folder with a shorter name") from error
         env = {**os.environ, ADDRESS: str(self.folder / "line"), KEY: key.hex(), **(environment or {})}
         env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), env.get("PYTHONPATH", "")]))
         self._output = (self.folder / OUTPUT).open("wb")
@@ -94,7 +103,11 @@ class Job:
         )
         threading.Thread(target=self._accept, name="ranks-accept", daemon=True).start()
         threading.Thread(target=self._look, name="ranks-look", daemon=True).start()
-        self._wait_for_all(start_seconds)
+        try:
+            self._wait_for_all(start_seconds)
+        except BaseException:
+            self.close()
+            raise
 
     def _command(self) -> list[str]:
         n = self._nodes
@@ -110,17 +123,25 @@ class Job:
         ]
 
     def ask(self, *command: Any) -> Any:
-        """What rank 0 answers after every rank has run ``command``. Raises what the engine raised, or RankError."""
-        try:
-            if self._control is None or self.failure:
-                raise EOFError
-            self._control.send(command)
-            while not self._control.poll(0.5):
-                if self.failure:
+        """What rank 0 answers after every rank has run ``command``; threads take turns.
+
+        Raises what the engine raised, or RankError. Whatever else ends the waiting, as Ctrl-C does, ends the job.
+        """
+        message = pickle.dumps(command)
+        with self._turn:
+            try:
+                if self._control is None or self.failure:
                     raise EOFError
-            kind, value = self._control.recv()
-        except (EOFError, OSError):
-            raise RankError(self._verdict()) from None
+                self._control.send_bytes(message)
+                while not self._control.poll(0.5):
+                    if self.failure:
+                        raise EOFError
+                kind, value = self._control.recv()
+            except (EOFError, OSError):
+                raise RankError(self._verdict()) from None
+            except BaseException as error:  # the answer, when it came, would be taken for the next command's
+                self._fail(f"{command[0]} was interrupted by {type(error).__name__} in the process that asked", [])
+                raise
         if kind == "error":
             raise value
         return value
@@ -173,7 +194,6 @@ class Job:
             came = ", ".join(str(number) for number in sorted(self._ranks)) or "none"
             self._fail(f"not every rank came within {seconds:.0f} s; of {self._local} here: {came}", [])
         if self.failure:
-            self._listener.close()
             raise RankError(self.failure)
 
     def _accept(self) -> None:
@@ -221,9 +241,12 @@ class Job:
             self._fail(*blame(self._ranks.values(), self.folder, self._torchrun.poll()))
 
     def _fail(self, line: str, order: list[int]) -> None:
+        """The verdict, unless there is one already."""
         self._kill()
         first = self._nodes.node * self._local
         with self._changed:
+            if self.failure:
+                return
             self.failure = report(line, order, sorted(self._ranks), first, self.folder)
             (self.folder / "report.txt").write_text(self.failure + "\n", "utf-8")
             self._changed.notify_all()

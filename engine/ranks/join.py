@@ -28,8 +28,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--nodes", required=True, help="COUNT,NODE,ADDRESS,PORT")
     parser.add_argument("--jobs", type=int, default=0, help="end after so many (default: never)")
     options = parser.parse_args(argv)
+    try:
+        nodes = Nodes.of(options.nodes)
+    except ValueError as error:
+        parser.error(f"--nodes: {error}")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # so that the job under way is closed
-    nodes = Nodes.of(options.nodes)
     threads = {"OMP_NUM_THREADS": "1", "KDTREE_THREADS": os.environ.get("KDTREE_THREADS", "1")}
     ended = attempt = 0
     while not options.jobs or ended < options.jobs:

@@ -6,18 +6,20 @@ What befalls one rank alone - a lost device, no memory, other weights than it lo
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import sys
 import time
 import traceback
+from collections.abc import Iterator
 from typing import Any
 
 from engine.ranks.exchange import TorchExchange
 from engine.ranks.paths import fingerprint, here
 from engine.ranks.watch import Watch
 from engine.session import CsrcEngine, CsrcSession
-from harness.protocol import DeviceError, EngineError, FormatError, RankDiverged, RankError
+from harness.protocol import DeviceError, EngineError, FormatError, RankDiverged, RankError, RequestError
 
 Answer = tuple[str, Any]
 
@@ -29,7 +31,8 @@ class Worker:
         self._exchange, self._watch = exchange, watch
         self._engine = CsrcEngine(exchange.device, exchange.member(), watch.progress)
         self._sessions: dict[int, CsrcSession] = {}
-        self._streams: dict[int, Any] = {}
+        self._streams: dict[int, tuple[int, Iterator[int]]] = {}  # by session, the one begun last, with its number
+        self._numbers = itertools.count(1)  # of sessions and streams: none is given twice
 
     def run(self, command: tuple[Any, ...]) -> Answer:
         """``("ok", value)`` or ``("error", EngineError)``. Raises what ends this rank."""
@@ -45,7 +48,7 @@ class Worker:
         if other := [rank for rank, copy in enumerate(copies) if copy != copies[0]]:
             return "error", FormatError(f"{name}: file: rank {other[0]} has none, or another one, than rank 0")
         session, error = None, None
-        number = self._exchange.owner = max(self._sessions, default=0) + 1
+        number = self._exchange.owner = next(self._numbers)
         try:
             session = self._engine.load(path, precision, **options)
         except EngineError as failed:
@@ -74,12 +77,17 @@ class Worker:
         return "ok", self._exchange.each(getattr(self._sessions[number], method)())
 
     def _stream(self, number: int, request: Any) -> Answer:
-        self._streams[number] = self._sessions[number].stream(request)
-        return "ok", None
+        """The number of a stream, which a later one of the session ends."""
+        stream = next(self._numbers)
+        self._streams[number] = stream, self._sessions[number].stream(request)
+        return "ok", stream
 
-    def _next(self, number: int) -> Answer:
+    def _next(self, number: int, stream: int) -> Answer:
+        last, tokens = self._streams[number]
+        if stream != last:
+            return "error", RequestError("this decode was ended by another stream of its session")
         try:
-            return "ok", next(self._streams[number], None)
+            return "ok", next(tokens, None)
         except (DeviceError, RankError):
             raise
         except EngineError as error:

@@ -21,8 +21,9 @@ from engine.ranks.job import PORTS, VARIABLE, Job, Nodes, free
 from engine.ranks.paths import fingerprint, here, portable
 from harness.bundles import ensure
 from harness.golden import Golden
+from harness.limit import CellTimeout, limit
 from harness.matrix import parse
-from harness.protocol import ConfigError, RankError
+from harness.protocol import ConfigError, RankError, RequestError
 from harness.runner import Runner
 from harness.sources import ROOT
 
@@ -59,6 +60,13 @@ def corrupt(session: RankedSession, pid: int) -> None:
         memory.write(bytes([byte ^ 1]))
 
 
+def interrupt(session: RankedSession, pid: int) -> None:
+    """A call that this process gives up before its answer comes."""
+    os.kill(pid, signal.SIGSTOP)
+    with pytest.raises(CellTimeout), limit(0.5, lambda: None):
+        session.prefill([1, 2, 3])
+
+
 def decode_for_ever(session: RankedSession, golden: Golden) -> None:
     while True:
         session.decode(golden.request())
@@ -67,13 +75,14 @@ def decode_for_ever(session: RankedSession, golden: Golden) -> None:
 FAULTS: dict[str, tuple[Callable[[RankedSession, int], None], str]] = {
     "killed": (lambda _, pid: os.kill(pid, signal.SIGKILL), "rank 1 died of SIGKILL"),
     "stopped": (lambda _, pid: os.kill(pid, signal.SIGSTOP), "rank 1 was not heard of for 8 s"),
+    "interrupted": (interrupt, "call was interrupted by CellTimeout in the process that asked"),
     "corrupted": (corrupt, f"rank 1 diverged: RankDiverged: rank 1 of 2: {WEIGHT} is not what was loaded"),
 }
 
 
 @pytest.mark.parametrize(
     "fault",
-    ["killed", pytest.param("stopped", marks=pytest.mark.slow), pytest.param("corrupted", marks=pytest.mark.slow)],
+    ["killed", *(pytest.param(name, marks=pytest.mark.slow) for name in ("stopped", "interrupted", "corrupted"))],
 )
 def test_a_rank_that_fails_ends_the_job_and_is_named_first(golden: Golden, fault: str) -> None:
     act, verdict = FAULTS[fault]
@@ -81,6 +90,8 @@ def test_a_rank_that_fails_ends_the_job_and_is_named_first(golden: Golden, fault
     try:
         session = engine.load(Path(golden.file.file), "int4")
         assert session.decode(golden.request("noisy")).tokens == golden.tokens
+        if fault == "killed":  # a job costs seconds: what a sound one owes is asked of this one
+            closed_and_overtaken_say_so(engine, session, golden)
         pids = [*engine.job.pids.values(), engine.job.torchrun]
         act(session, engine.job.pids[1])
         start = time.monotonic()
@@ -89,13 +100,30 @@ def test_a_rank_that_fails_ends_the_job_and_is_named_first(golden: Golden, fault
         assert time.monotonic() - start < ALLOWED
         lines = str(caught.value).splitlines()
         assert lines[0].startswith(verdict)
-        assert lines[1] == "  log of rank 1:"
-        assert "rank 1 of 2 on cpu" in lines[2]
+        if fault != "interrupted":
+            assert lines[1] == "  log of rank 1:"
+            assert "rank 1 of 2 on cpu" in lines[2]
         assert gone(pids, 3)
-        if fault == "corrupted":  # the engine goes on with a new job
+        if fault in ("interrupted", "corrupted"):  # the engine goes on with a new job
             assert engine.load(Path(golden.file.file), "int4").decode(golden.request()).tokens == golden.tokens
     finally:
         engine.close()
+
+
+def closed_and_overtaken_say_so(engine: RankedEngine, session: RankedSession, golden: Golden) -> None:
+    """As on one rank: a closed session stays closed whatever is opened after it, and a stream is ended by the next."""
+    closed = engine.load(Path(golden.file.file), "int4")
+    closed.close()
+    with engine.load(Path(golden.file.file), "int4") as later:
+        for use in (lambda: closed.length, lambda: next(closed.stream(golden.request())), closed.broken_guard):
+            with pytest.raises(RequestError, match="the session is closed"):
+                use()
+        assert later.length == 0
+    first, second = session.stream(golden.request()), session.stream(golden.request())
+    assert next(first) == next(second) == golden.tokens[0]
+    with pytest.raises(RequestError, match="ended by another stream"):
+        next(first)
+    assert (golden.tokens[0], *second) == golden.tokens
 
 
 @pytest.mark.slow
@@ -167,6 +195,22 @@ def test_a_host_s_place_is_read_from_its_variable(monkeypatch: pytest.MonkeyPatc
     assert Nodes.of(str(place)) == place
     monkeypatch.setenv(VARIABLE, str(place))
     assert RankedEngine("cpu", 3).nodes == place
+
+
+@pytest.mark.parametrize("text", ["2", "2,2,box,29500", "a,b,c,d", "2,0,box,0", "2,0,,29500", "3,0,box,29500"])
+def test_a_wrong_place_is_named_before_a_process_is_started(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, text)
+    with pytest.raises(RankError, match=f"^{VARIABLE}: "):
+        RankedEngine("cpu", 2)
+
+
+def test_a_folder_whose_name_is_too_long_for_a_line_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    deep = tmp_path / ("d" * 100)
+    deep.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(deep))
+    with pytest.raises(RankError, match="set TMPDIR to a folder with a shorter name"):
+        Job("cpu", 1)
+    assert list(deep.iterdir()) == []
 
 
 def test_bundles_are_found_wherever_a_host_keeps_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
