@@ -29,6 +29,8 @@ from typing import Any
 
 from harness import toolchain
 from harness.cells import INFRASTRUCTURE, PASSED
+from harness.files import said
+from harness.includes import closure
 from harness.toolchain import BuildError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -39,7 +41,6 @@ TORCH_API = (
     "0x020b000000000000ULL"  # the stable ABI of torch 2.11: what is compiled runs under this torch or a newer one
 )
 SANITIZERS = {"address": "address,undefined", "thread": "thread"}
-_HEADERS = {".h", ".cuh"}
 
 
 def sources(device: str) -> list[Path]:
@@ -84,11 +85,13 @@ def build(
     library = final / f"{NAME}.so"
     if library.exists():
         return library
-    home.mkdir(parents=True, exist_ok=True)
-    with _exclusive(home / f".{device}-{key}.lock"):
-        if library.exists():  # another process was first
-            return library
-        _make(extension, files, flags, capabilities, final)
+    try:
+        home.mkdir(parents=True, exist_ok=True)
+        with _exclusive(home / f".{device}-{key}.lock"):
+            if not library.exists():  # another process may have been first
+                _make(extension, files, flags, capabilities, final)
+    except OSError as error:
+        raise BuildError(f"{said(error)}; KDTREE_BUILD names another folder than {home}") from error
     return library
 
 
@@ -118,9 +121,8 @@ def _key(
     import torch
 
     digest = hashlib.sha256()
-    folders = {p.parent for p in files}
-    headers = [h for folder in folders for h in folder.iterdir() if h.suffix in _HEADERS]
-    for path in [*files, *sorted(headers), Path(__file__)]:
+    read = [CSRC / path for path in closure(CSRC, [path.relative_to(CSRC) for path in files])]
+    for path in [*read, Path(__file__)]:
         digest.update(f"{path.relative_to(ROOT)}\0{hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
     about = {
         "flags": flags,

@@ -12,7 +12,17 @@ from pathlib import Path
 
 
 def write_atomic(path: Path, data: bytes, *, exclusive: bool = False) -> None:
-    """Write ``data`` to ``path``; ``exclusive``: an existing ``path`` stays and is a ``FileExistsError``."""
+    """Write ``data`` to ``path``; ``exclusive``: an existing ``path`` stays and is a ``FileExistsError``.
+
+    An OSError names ``path``, whatever step failed.
+    """
+    try:
+        _write(path, data, exclusive)
+    except OSError as error:  # a full disk names nothing, other faults the temporary file
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def _write(path: Path, data: bytes, exclusive: bool) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
@@ -30,6 +40,11 @@ def write_atomic(path: Path, data: bytes, *, exclusive: bool = False) -> None:
         Path(name).unlink(missing_ok=True)
         raise
     Path(name).unlink()
+
+
+def said(error: OSError) -> str:
+    """``FILE: reason``, for a reader."""
+    return f"{error.filename}: {error.strerror}" if error.filename else error.strerror or str(error)
 
 
 def point(link: Path, target: str) -> None:

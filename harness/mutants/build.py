@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from harness.build import build
+from harness.includes import closure
 from harness.mutants.catalogue import CSRC
 
 LIBRARY = "kdtree.so"
@@ -29,7 +30,6 @@ COMPILE_SECONDS = 300.0
 UNUSED_SECONDS = 7 * 24 * 3600
 _VARIABLE = re.compile(r"\$(?:\{([a-z_]+)\}|([a-z_]+))")
 _PREFIX_MAP = re.compile(r"-ffile-prefix-map=(?:'[^']*'|\S)+")  # names the checkout that happened to build
-_INCLUDE = re.compile(r'^\s*#\s*include\s*"([^"]+)"', re.MULTILINE)
 
 
 class CompileError(Exception):
@@ -91,7 +91,7 @@ class Workshop:
     def _key(self, unit: Unit, csrc: Path) -> str:
         template = self._command(unit.rule, "IN", Path("OUT"))
         digest = hashlib.sha256(f"{template}\0{_compiler(shlex.split(template)[0])}\0".encode())
-        for name in sorted(_closure(csrc, unit.source)):
+        for name in closure(csrc, [unit.source]):
             digest.update(f"{name}\0{hashlib.sha256((csrc / name).read_bytes()).hexdigest()}\0".encode())
         return digest.hexdigest()[:32]
 
@@ -157,22 +157,6 @@ def _below_csrc(source: Path) -> Path:
     """``cpu/mla.cpp`` for a source of any checkout: equal sources share a build wherever they lie."""
     parts = source.parts
     return Path(*parts[len(parts) - parts[::-1].index(CSRC.name) :])
-
-
-def _closure(csrc: Path, source: Path) -> set[str]:
-    """``source`` and every file of ``csrc`` that it includes, directly or not, whatever the conditions around it."""
-    found: set[str] = set()
-    waiting = [source]
-    while waiting:
-        path = waiting.pop()
-        if str(path) in found:
-            continue
-        found.add(str(path))
-        for name in _INCLUDE.findall((csrc / path).read_text("utf-8")):
-            target = (csrc / path.parent / name).resolve()
-            if target.is_file() and target.is_relative_to(csrc.resolve()):
-                waiting.append(target.relative_to(csrc.resolve()))
-    return found
 
 
 @functools.lru_cache

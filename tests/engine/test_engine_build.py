@@ -21,6 +21,7 @@ import pytest
 from harness import build as builder
 from harness import toolchain
 from harness.build import BuildError, build, main
+from harness.includes import closure
 
 ROOT = builder.ROOT
 SOURCE = '#include "value.h"\nextern "C" __attribute__((visibility("default"))) int value() { return VALUE; }\n'
@@ -110,6 +111,49 @@ def test_another_torch_is_another_build(tree: Path, monkeypatch: pytest.MonkeyPa
     first = build()
     monkeypatch.setattr(torch, "__version__", "2.99.0")
     assert build() != first
+
+
+def test_the_key_covers_what_the_compiler_read() -> None:
+    """Of the real build: ninja holds the compiler's own list of the files that each object came from."""
+    library = build()
+    listed = [sys.executable, "-m", "ninja", "-C", str(library.parent), "-t", "deps"]
+    deps = subprocess.run(listed, capture_output=True, text=True, check=True).stdout
+    read = {line.strip().rpartition("/csrc/")[2] for line in deps.splitlines() if "/csrc/" in line and " /" in line}
+    read = {name for name in read if (builder.CSRC / name).is_file()}  # torch has folders of that name, too
+    covered = {str(p) for p in closure(builder.CSRC, [p.relative_to(builder.CSRC) for p in builder.sources("cpu")])}
+    assert "cpu/kernels_body.h" in read
+    assert read <= covered
+
+
+def test_a_header_of_any_folder_is_in_the_key_of_who_includes_it(tree: Path) -> None:
+    """A header that nobody includes asks for no other build; one that a header includes does."""
+    for name, text in (("cuda/used.h", "#define USED 1\n"), ("cuda/other.h", ""), ("cpu/inner.inc", "")):
+        (tree / "csrc" / name).parent.mkdir(exist_ok=True)
+        (tree / "csrc" / name).write_text(text)
+    (tree / "csrc" / "value.h").write_text('#  include "cuda/used.h" // why\n#define VALUE 41\n')
+    (tree / "csrc" / "cuda" / "used.h").write_text('#if 0\n#include "../cpu/inner.inc"\n#include "gone.h"\n#endif\n')
+    assert [str(p) for p in closure(tree / "csrc", [Path("value.cpp")])] == [
+        "cpu/inner.inc",
+        "cuda/used.h",
+        "value.cpp",
+        "value.h",
+    ]
+
+    def key() -> str:
+        return builder._key([tree / "csrc" / "value.cpp"], {"cxx": []}, "", "", ())
+
+    first = key()
+    (tree / "csrc" / "cuda" / "other.h").write_text("int x;\n")
+    assert key() == first
+    (tree / "csrc" / "cpu" / "inner.inc").write_text("int x;\n")
+    assert key() != first
+
+
+def test_a_cache_that_cannot_be_written_is_named(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tree / "file").touch()
+    monkeypatch.setenv("KDTREE_BUILD", str(tree / "file" / "cache"))
+    with pytest.raises(BuildError, match="file/cache: Not a directory; KDTREE_BUILD names another folder"):
+        build()
 
 
 def _build_in_child(queue: multiprocessing.Queue[str]) -> None:
