@@ -9,6 +9,8 @@ namespace kdtree {
 namespace {
 
 constexpr int64_t kMaxInt = INT32_MAX;
+constexpr int64_t kMostLayers = 1 << 16, kMostExperts = 1 << 16;  // a file has no room for the tensors of more layers
+constexpr double kPi = 3.14159265358979323846;
 
 template <class Config>
 struct IntField {
@@ -19,7 +21,7 @@ struct IntField {
 
 constexpr IntField<ModelConfig> kInts[] = {
     {"hidden_size", &ModelConfig::hidden_size, 1, kMaxInt},
-    {"num_layers", &ModelConfig::num_layers, 1, kMaxInt},
+    {"num_layers", &ModelConfig::num_layers, 1, kMostLayers},
     {"first_k_dense", &ModelConfig::first_k_dense, 0, kMaxInt},
     {"intermediate_size", &ModelConfig::intermediate_size, 1, kMaxInt},
     {"moe_intermediate_size", &ModelConfig::moe_intermediate_size, 1, kMaxInt},
@@ -30,7 +32,7 @@ constexpr IntField<ModelConfig> kInts[] = {
     {"qk_nope_head_dim", &ModelConfig::qk_nope_head_dim, 1, kMaxInt},
     {"qk_rope_head_dim", &ModelConfig::qk_rope_head_dim, 1, kMaxInt},
     {"v_head_dim", &ModelConfig::v_head_dim, 1, kMaxInt},
-    {"n_routed_experts", &ModelConfig::n_routed_experts, 1, kMaxInt},
+    {"n_routed_experts", &ModelConfig::n_routed_experts, 1, kMostExperts},
     {"n_shared_experts", &ModelConfig::n_shared_experts, 0, kMaxInt},
     {"num_experts_per_tok", &ModelConfig::num_experts_per_tok, 1, kMaxInt},
     {"n_group", &ModelConfig::n_group, 1, kMaxInt},
@@ -63,7 +65,7 @@ constexpr FloatField<ModelConfig> kFloats[] = {
 constexpr char kDrafterPrefix[] = "draft_";
 
 constexpr IntField<DrafterConfig> kDrafterInts[] = {
-    {"draft_num_layers", &DrafterConfig::num_layers, 1, kMaxInt},
+    {"draft_num_layers", &DrafterConfig::num_layers, 1, kMostLayers},
     {"draft_num_heads", &DrafterConfig::num_heads, 1, kMaxInt},
     {"draft_num_kv_heads", &DrafterConfig::num_kv_heads, 1, kMaxInt},
     {"draft_head_dim", &DrafterConfig::head_dim, 1, kMaxInt},
@@ -102,6 +104,11 @@ class Checker {
     }
     return static_cast<int>(v);
   }
+  // YaRN's ramp has its edges at logarithms of these turns.
+  void ramp(const char* field, int original, double beta) const {
+    const double turns = original / (2.0 * kPi * beta);
+    need(beta > 0 && turns > 0 && std::isfinite(turns), field, "gives YaRN's ramp no edge");
+  }
   // A width that operations keep in an int.
   void width(const char* field, int64_t a, int64_t b) const {
     if (b != 0 && a > kMaxInt / b) fail(field, std::to_string(a) + " * " + std::to_string(b) + " exceeds 2^31-1");
@@ -139,9 +146,9 @@ void check_relations(const ModelConfig& c, const Checker& check) {
   check.need(c.inner_norm_eps > 0, "inner_norm_eps", "must be above 0");
   check.need(c.rope_theta > 1, "rope_theta", "must be above 1");
   check.need(c.rope_factor >= 1, "rope_factor", "must be at least 1");
-  if (c.rope_factor > 1) {  // YaRN takes the logarithm of both and divides by an amplitude
-    check.need(c.rope_beta_fast > 0, "rope_beta_fast", "must be above 0");
-    check.need(c.rope_beta_slow > 0, "rope_beta_slow", "must be above 0");
+  if (c.rope_factor > 1) {
+    check.ramp("rope_beta_fast", c.rope_original_context, c.rope_beta_fast);
+    check.ramp("rope_beta_slow", c.rope_original_context, c.rope_beta_slow);
     check.need(mscale(c, c.rope_mscale_all_dim) > 0, "rope_mscale_all_dim", "makes the attention scale vanish");
   }
   const int64_t heads = c.num_heads;
@@ -205,6 +212,10 @@ std::optional<DrafterConfig> read_drafter(const KdtrView& file, const ModelConfi
   check.need(c.head_dim % 2 == 0, "draft_head_dim", std::to_string(c.head_dim) + " is odd");
   check.need(c.rope_theta > 1, "draft_rope_theta", "must be above 1");
   check.need(c.rope_factor >= 1, "draft_rope_factor", "must be at least 1");
+  if (c.rope_factor > 1) {
+    check.ramp("draft_rope_beta_fast", c.rope_original_context, c.rope_beta_fast);
+    check.ramp("draft_rope_beta_slow", c.rope_original_context, c.rope_beta_slow);
+  }
   check.need(model.mask_id >= 0, "mask_id", "a drafter needs a mask token");
   check.width("draft_num_heads", c.num_heads, c.head_dim);
   const auto taps = file.find_tensor("drafter.taps");
@@ -232,10 +243,10 @@ Rotation DrafterConfig::rotation() const {
 }
 
 std::vector<float> rope_table(const Rotation& r, int first, int positions) {
-  const double pi = 3.14159265358979323846, d = r.dim;
+  const double d = r.dim;
   const int pairs = r.dim / 2;
   const auto dim = [&](double turns) {
-    return d * std::log(r.original / (2.0 * pi * turns)) / (2.0 * std::log(r.theta));
+    return d * std::log(r.original / (2.0 * kPi * turns)) / (2.0 * std::log(r.theta));
   };
   std::vector<double> inv_freq(pairs);
   for (int i = 0; i < pairs; ++i) {

@@ -21,7 +21,7 @@ from engine.convert import TO_F32, Piece
 from engine.hf_config import INERT, HfConfig
 from engine.hf_fields import Fields
 from engine.safetensors_reader import CheckpointError, load_json, open_checkpoint
-from refs.config import ModelConfig
+from refs.config import MOST_LAYERS, ModelConfig
 from refs.drafter_config import TAPS, DrafterConfig
 
 _INERT = INERT | {"max_position_embeddings", "max_window_layers", "tie_word_embeddings"}
@@ -93,7 +93,7 @@ def _config(
     fields.demand("use_sliding_window", (False,), "every row sees the whole context")
     fields.demand("sliding_window", (None,), "every row sees the whole context")
     own = fields.inner("dflash_config")
-    count = fields.integer("num_hidden_layers")
+    count = fields.integer("num_hidden_layers", most=MOST_LAYERS)
     kinds = fields.get("layer_types", ["full_attention"] * count)
     if kinds != ["full_attention"] * count:
         raise fields.fail("layer_types", f"{kinds}: every layer must be full_attention")

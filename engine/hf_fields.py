@@ -26,13 +26,13 @@ class Fields:
         value = self.values.get(name)
         return default if value is None else value
 
-    def integer(self, name: str, default: int | None = None, *, least: int = 1) -> int:
-        """An integer of at least ``least``; an absent one is an error unless there is a default."""
+    def integer(self, name: str, default: int | None = None, *, least: int = 1, most: int = 2**62 - 1) -> int:
+        """An integer from ``least`` to ``most``; an absent one is an error unless there is a default."""
         value = self.get(name, default)
         if value is None:
             raise self.fail(name, "missing")
-        if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 2**62:
-            raise self.fail(name, f"{value!r} is no integer of at least {least}")
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+            raise self.fail(name, f"{value!r} is no integer of at least {least} and at most {most}")
         return value
 
     def number(self, name: str, default: float | None = None) -> float:
@@ -40,9 +40,13 @@ class Fields:
         value = self.get(name, default)
         if value is None:
             raise self.fail(name, "missing")
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        try:
+            found = math.nan if isinstance(value, bool) or not isinstance(value, int | float) else float(value)
+        except OverflowError:  # an integer beyond a float's range
+            found = math.inf
+        if not math.isfinite(found):
             raise self.fail(name, f"{value!r} is no finite number")
-        return float(value)
+        return found
 
     def flag(self, name: str, default: bool) -> bool:
         value = self.get(name, default)

@@ -16,6 +16,9 @@ BF16_PRECISIONS = ("bf16", "int4-bf16")
 """Of which activations are rounded as docs/model.md, bf16, says."""
 PRECISIONS = F32_PRECISIONS + BF16_PRECISIONS
 
+MOST_LAYERS = MOST_EXPERTS = 1 << 16
+"""A file has no room for the tensors of more layers; so whatever is as long as these counts stays short."""
+
 Kinds = dict[str, type[int] | type[float]]
 
 
@@ -36,9 +39,14 @@ def check_kinds(fields: Mapping[str, Any], kinds: Kinds, file: str, prefix: str 
         if name not in fields:
             raise ConfigError(f"{file}: {prefix}{name}: missing")
         value = fields[name]
-        if type(value) is not kind or not math.isfinite(value):
+        if type(value) is not kind or (kind is float and not math.isfinite(value)):
             what = "an integer" if kind is int else "a finite float (written with a point)"
             raise ConfigError(f"{file}: {prefix}{name}: {value!r} is not {what}")
+
+
+def has_ramp(original: int, beta: float) -> bool:
+    """Whether YaRN's ramp has an edge at ``beta``, which is a logarithm of the turns in the ``original`` context."""
+    return beta > 0 and 0 < original / (2 * math.pi * beta) < math.inf
 
 
 @dataclass(frozen=True)
@@ -87,12 +95,15 @@ class ModelConfig:
 
     def _check_ranges(self, file: str) -> None:
         zero_allowed = ("first_k_dense", "n_shared_experts", "norm_topk_prob")
+        most = {"num_layers": MOST_LAYERS, "n_routed_experts": MOST_EXPERTS}
         for f in dataclasses.fields(self):
             value = getattr(self, f.name)
             low = 0 if f.name in zero_allowed else -1 if f.name in ("eos_id", "mask_id") else 1
-            if isinstance(value, int) and not low <= value < 2**31:
-                raise ConfigError(f"{file}: {f.name}: {value} is not in {low}..2^31-1")
+            if isinstance(value, int) and not low <= value <= most.get(f.name, 2**31 - 1):
+                raise ConfigError(f"{file}: {f.name}: {value} is not in {low}..{most.get(f.name, '2^31-1')}")
         per_group = self.n_routed_experts // self.n_group
+        yarn, original = self.rope_factor > 1, self.rope_original_context
+        amplitude = 0.1 * self.rope_mscale_all_dim * math.log(self.rope_factor) + 1 if yarn else 1.0
         rules = (
             ("first_k_dense", self.first_k_dense <= self.num_layers, "more than num_layers"),
             ("qk_rope_head_dim", self.qk_rope_head_dim % 2 == 0, "odd, but RoPE rotates pairs"),
@@ -107,8 +118,9 @@ class ModelConfig:
             ("inner_norm_eps", self.inner_norm_eps > 0, "not above 0"),
             ("rope_theta", self.rope_theta > 1, "not above 1"),
             ("rope_factor", self.rope_factor >= 1, "below 1"),
-            ("rope_beta_fast", self.rope_beta_fast > 0, "not above 0"),
-            ("rope_beta_slow", self.rope_beta_slow > 0, "not above 0"),
+            ("rope_beta_fast", not yarn or has_ramp(original, self.rope_beta_fast), "gives YaRN's ramp no edge"),
+            ("rope_beta_slow", not yarn or has_ramp(original, self.rope_beta_slow), "gives YaRN's ramp no edge"),
+            ("rope_mscale_all_dim", amplitude > 0, "makes the attention scale vanish"),
         )
         for name, good, reason in rules:
             if not good:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from refs.config import ModelConfig, check_kinds, kinds_of
+from refs.config import MOST_LAYERS, ModelConfig, check_kinds, has_ramp, kinds_of
 from refs.errors import ConfigError, MissingTensor
 from refs.rope import Rotation, ramp_edges
 
@@ -45,20 +45,23 @@ class DrafterConfig:
         check_kinds(fields, kinds, file, PREFIX)
         for name, kind in kinds.items():
             value = fields[name]
-            if not (0 < value < 2**31 if kind is int else value > 0):
+            if not (0 < value <= (MOST_LAYERS if name == "num_layers" else 2**31 - 1) if kind is int else value > 0):
                 raise ConfigError(f"{file}: {PREFIX}{name}: {value} is not above 0 or too large")
         config = DrafterConfig(**dict(fields), taps=tuple(int(t) for t in taps))
         config._check_ranges(model, file)
         return config
 
     def _check_ranges(self, model: ModelConfig, file: str) -> None:
-        edges = ramp_edges(self.rotation()) if self.rope_factor > 1 and self.rope_theta > 1 else ()
+        betas = (self.rope_beta_fast, self.rope_beta_slow)
+        ramps = self.rope_factor == 1 or all(has_ramp(self.rope_original_context, beta) for beta in betas)
+        edges = ramp_edges(self.rotation()) if ramps and self.rope_factor > 1 and self.rope_theta > 1 else ()
         rules = (
             ("num_kv_heads", self.num_heads % self.num_kv_heads == 0, "does not divide num_heads"),
             ("head_dim", self.head_dim % 2 == 0, "odd, but RoPE rotates pairs"),
             ("block_size", self.block_size >= 2, "a block of the bonus alone drafts nothing"),
             ("rope_theta", self.rope_theta > 1, "not above 1"),
             ("rope_factor", self.rope_factor >= 1, "below 1"),
+            ("rope_beta_fast", ramps, f"with rope_beta_slow {self.rope_beta_slow} gives YaRN's ramp no two edges"),
             ("rope_factor", all(abs(e - round(e)) > 1e-9 for e in edges), "a ramp edge is too near a whole number"),
         )
         for name, good, reason in rules:

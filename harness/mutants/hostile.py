@@ -182,6 +182,8 @@ def _wrapping_end(data: bytes) -> Hostile:
 CONFIGS: Mapping[str, Mapping[str, int | float]] = {
     "hidden_size": {"hidden_size": 0},
     "num_layers": {"num_layers": -1},
+    "more_layers_than_a_file": {"num_layers": 2**31 - 1},
+    "n_routed_experts": {"n_routed_experts": 2**31 - 1},
     "vocab_size": {"vocab_size": (1 << 32) + 64},
     "first_k_dense": {"first_k_dense": 1000},
     "num_experts_per_tok": {"num_experts_per_tok": 1000},
@@ -195,9 +197,12 @@ CONFIGS: Mapping[str, Mapping[str, int | float]] = {
     "inner_norm_eps": {"inner_norm_eps": -1.0},
     "rope_theta": {"rope_theta": 1.0},
     "rope_factor": {"rope_factor": 0.5},
+    "rope_beta_fast": {"rope_beta_fast": 0.0, "rope_factor": 4.0},
+    "ramp_without_an_edge": {"rope_beta_slow": 5e-324, "rope_factor": 4.0},
+    "rope_mscale_all_dim": {"rope_mscale_all_dim": -10.0, "rope_factor": 4.0},
     "max_context": {"max_context": 0},
 }
-"""Fields whose value is out of range."""
+"""Fields by the name of a file, the first of which is out of range."""
 
 
 def _of_model(fields: Fields, tensors: Tensors) -> Iterator[Hostile]:
@@ -207,7 +212,7 @@ def _of_model(fields: Fields, tensors: Tensors) -> Iterator[Hostile]:
         return Hostile(name, kdtr.encode(changed, tensors), ConfigError, field)
 
     for name, changes in CONFIGS.items():
-        yield with_fields(f"config_{name}", name, {**fields, **changes})
+        yield with_fields(f"config_{name}", next(iter(changes)), {**fields, **changes})
     yield with_fields("config_unknown", "head_dim", {**fields, "head_dim": 64})
     yield with_fields("config_missing", "num_heads", {n: v for n, v in fields.items() if n != "num_heads"})
     yield with_fields("config_float_for_int", "num_heads", {**fields, "num_heads": float(fields["num_heads"])})

@@ -138,6 +138,8 @@ CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"logit_softcap": 3.0}, "logit_softcap: unknown, and might change the arithmetic"),
     ({"head_dim": 8}, "layers.0.self_attn.q_proj.weight: shape [24, 48], the config asks for [32, 48]"),
     ({"num_hidden_layers": 3}, "layers.2."),
+    ({"num_hidden_layers": 2**61}, "num_hidden_layers"),
+    ({"rope_scaling": {**YARN, "beta_fast": 1e-320}}, "draft_rope_beta_fast"),
 ]
 
 

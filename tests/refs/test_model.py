@@ -367,6 +367,8 @@ def test_fields_and_tensors_are_checked(tmp_path: Any) -> None:
         ({"rms_norm_eps": 0.0}, "rms_norm_eps: 0.0"),
         ({"hidden_size": 0}, "hidden_size: 0"),
         ({"vocab_size": 2**31}, "vocab_size"),
+        ({"vocab_size": 10**400}, "vocab_size"),
+        ({"num_layers": 2**16 + 1}, r"num_layers: 65537 is not in 1\.\.65536"),
         ({"first_k_dense": 3}, "more than num_layers"),
         ({"qk_rope_head_dim": 7}, "odd"),
         ({"norm_topk_prob": 2}, "neither 0 nor 1"),
