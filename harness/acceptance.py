@@ -14,13 +14,12 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from harness.cells import FAILED, INFRASTRUCTURE, PASSED
-from harness.cli import Parser
+from harness.cli import Parser, output
 from harness.engines import create
 from harness.environment import environment
 from harness.files import write_atomic
@@ -141,7 +140,7 @@ def _parser() -> Parser:
     parser.add_argument("--engine", default="csrc")
     parser.add_argument("--device", choices=DEVICES, default="cpu")
     parser.add_argument(
-        "--json", type=Path, metavar="OUT", help="write the figures and what they depend on to this file"
+        "--json", type=output, metavar="OUT", help="write the figures and what they depend on to this file"
     )
     return parser
 

@@ -34,7 +34,7 @@ from harness.bundle_lock import (
 )
 from harness.cells import FAILED, INFRASTRUCTURE, PASSED
 from harness.cli import Parser
-from harness.files import write_atomic
+from harness.files import said, write_atomic
 from harness.matrix import is_large
 from refs import generate, recipe
 from refs.errors import RefError
@@ -73,11 +73,21 @@ def ensure(
     wanted = list(dict.fromkeys(configs)) if configs is not None else recipe.names()
     for name in wanted:
         recipe.load(name)  # a wrong name or file is an error before anything is made
-    folder = cache_folder() if out is None else out
+    try:
+        return _ensured(wanted, cache_folder() if out is None else out, out is None, say)
+    except BrokenPipeError:  # from `say`
+        raise
+    except OSError as error:
+        remedy = "KDTREE_BUNDLES names another folder" if out is None else "--out names another folder"
+        raise BundleError(f"{said(error)}; {remedy}") from error
+
+
+def _ensured(wanted: Sequence[str], folder: Path, is_cache: bool, say: Say) -> dict[str, Path]:
     folder.mkdir(parents=True, exist_ok=True)
-    if out is None:
-        os.utime(folder)
-        _drop_unused(folder)
+    if is_cache:
+        with contextlib.suppress(OSError):  # a cache that this user may only read, or that another run clears as well
+            os.utime(folder)
+            _drop_unused(folder)
     pins, key = read_lock(), source_key()
     missing = [name for name in wanted if not _is_current(folder, name, key, pins)]
     if missing:

@@ -12,9 +12,11 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import NoReturn, cast
 
 from harness.cells import FAILED, INCOMPLETE, INFRASTRUCTURE, PASSED
+from harness.files import said
 from harness.sources import ROOT
 
 COMMANDS = {
@@ -57,6 +59,22 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         self.print_usage(sys.stderr)
         self.exit(INFRASTRUCTURE, f"{self.prog}: {message}\n")
+
+
+def output(text: str) -> Path:
+    """As ``type=`` of an argument: a file that can be written, told before the work that it is for is done.
+
+    Raises ArgumentTypeError.
+    """
+    path = Path(text)
+    folder = next(parent for parent in path.absolute().parents if parent.exists())
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{path} is a folder, not a file")
+    if not folder.is_dir():
+        raise argparse.ArgumentTypeError(f"{path} cannot be written: {folder} is no folder")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise argparse.ArgumentTypeError(f"{path} cannot be written: {folder} is not for this user to write to")
+    return path
 
 
 def available() -> dict[str, tuple[str, str]]:
@@ -162,6 +180,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is still buffered has nowhere to go
         return READER_LEFT
+    except OSError as error:
+        print(f"kdtree {arguments[0]}: {said(error)}", file=sys.stderr)
+        return INFRASTRUCTURE
     except KeyboardInterrupt:
         print("kdtree: interrupted", file=sys.stderr)
         return INCOMPLETE

@@ -5,6 +5,8 @@ However a run ends - all passed, interrupted, or kept from starting - it leaves 
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -13,6 +15,7 @@ from typing import Any
 from harness import ledger as ledgers
 from harness.cells import Ledger
 from harness.environment import environment, survey
+from harness.files import said
 from harness.gpu import Gpu, GpuBusy
 from harness.gpu_share import GpuTooSmall, leased, workers_that_fit
 from harness.matrix import parse
@@ -25,7 +28,7 @@ class Run:
     """A planned run. ``run_dir`` is where its ledger goes, ``reports/<run id>`` unless given."""
 
     def __init__(self, plan: Plan, notes: tuple[str, ...], *, run_dir: Path | None, host: str, command: str) -> None:
-        """Raises Infrastructure when ``run_dir`` has a ledger already."""
+        """Raises Infrastructure when ``run_dir`` cannot be written to, or has a ledger already."""
         self.plan, self.notes, self.host = plan, list(notes), host
         self.problems: list[str] = []
         self.bundles: Mapping[str, Path] = {}
@@ -36,7 +39,14 @@ class Run:
         self._command, self._started = command, ledgers.timestamp()
         self._sources = describe()  # before anything is built from them
         self._held = ExitStack()
-        if self.path.exists():
+        try:
+            self.run_dir.mkdir(parents=True, exist_ok=True)
+            used = self.path.exists()
+            if not os.access(self.run_dir, os.W_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(self.run_dir))
+        except OSError as error:
+            raise Infrastructure(f"{said(error)}; name another folder with --run-dir") from error
+        if used:
             raise Infrastructure(
                 f"{self.run_dir} holds the ledger of an earlier run; name another folder with --run-dir"
             )

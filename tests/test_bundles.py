@@ -90,6 +90,15 @@ def test_whatever_is_not_known_to_be_right_is_made_again(tmp_path: Path, damage:
     assert bundle_lock.sha256(path) == bundle_lock.read_lock()["block1"]["sha256"]
 
 
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("KDTREE_BUNDLES", str(tmp_path / "file"))
+    with pytest.raises(BundleError, match="Not a directory; KDTREE_BUNDLES names another folder"):
+        bundles.ensure(QUICK)
+    with pytest.raises(BundleError, match="Not a directory; --out names another folder"):
+        bundles.ensure(QUICK, tmp_path / "file" / "out")
+
+
 def test_other_sources_are_other_bundles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A change under refs/ is never answered with a bundle that was made before it."""
     monkeypatch.setenv("KDTREE_BUNDLES", str(tmp_path))

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from harness.cells import INFRASTRUCTURE, PASSED
-from harness.cli import Parser
+from harness.cli import Parser, output
 from harness.files import write_atomic
 from harness.matrix import DEVICES
 
@@ -59,8 +59,8 @@ def _parser() -> Parser:
     )
     parser.add_argument("what", nargs="*", metavar="project|ops|step", help="default: ops and step")
     parser.add_argument("--device", choices=DEVICES, default="cpu")
-    parser.add_argument("--json", type=Path, metavar="OUT", help="write everything to this file")
-    parser.add_argument("--plot", type=Path, metavar="OUT", help="write share of the roofline per case as SVG")
+    parser.add_argument("--json", type=output, metavar="OUT", help="write everything to this file")
+    parser.add_argument("--plot", type=output, metavar="OUT", help="write share of the roofline per case as SVG")
     parser.add_argument(
         "--filter", action="append", default=[], metavar="TEXT", help="cases whose name has it; repeatable"
     )

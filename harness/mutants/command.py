@@ -22,7 +22,7 @@ from typing import Any
 from harness import bundles
 from harness.bundle_lock import BundleError
 from harness.cells import FAILED, INFRASTRUCTURE, PASSED
-from harness.cli import Parser
+from harness.cli import Parser, output
 from harness.files import write_atomic
 from harness.matrix import MatrixError, Point, expected, matcher
 from harness.mutants import run as mutants_run
@@ -138,7 +138,7 @@ def _parser() -> Parser:
     parser.add_argument("--workers", type=int, default=WORKERS, help=f"faults at a time (default: {WORKERS})")
     parser.add_argument("--list", action="store_true", help="print the faults and run none")
     parser.add_argument("--json", action="store_true", help="the records on stdout, everything else on stderr")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write the records there")
+    parser.add_argument("--out", type=output, metavar="FILE", help="write the records there")
     return parser
 
 
@@ -175,7 +175,7 @@ def main(argv: Sequence[str]) -> int:
         points = expected([options.device])
         paths = bundles.ensure(list(dict.fromkeys(point.config for point in points)), say=say)
         results = run_all(faults, Workshop(options.device, HOME), points, paths, options.workers, say)
-    except (CatalogueError, MatrixError, BuildError, BundleError, CompileError, ValueError) as error:
+    except (CatalogueError, MatrixError, BuildError, BundleError, CompileError, ValueError, ZeroDivisionError) as error:
         print(f"kdtree mutants: {error}", file=sys.stderr)
         return INFRASTRUCTURE
     for text in summary(results):

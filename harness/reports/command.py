@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.cells import INFRASTRUCTURE, PASSED, Ledger
-from harness.cli import Parser
+from harness.cli import Parser, output
 from harness.files import write_atomic
 from harness.ledger import LedgerError, read, summary
 from harness.matrix import MatrixError
@@ -104,8 +104,8 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("ledger", type=Path, nargs="?", metavar="LEDGER", help="ledger.json, or the folder of a run")
-    parser.add_argument("--html", type=Path, metavar="OUT", help="write the page (with --history: that page) here")
-    parser.add_argument("--junit", type=Path, metavar="OUT", help="write JUnit XML here")
+    parser.add_argument("--html", type=output, metavar="OUT", help="write the page (with --history: that page) here")
+    parser.add_argument("--junit", type=output, metavar="OUT", help="write JUnit XML here")
     parser.add_argument("--against", type=Path, metavar="OLDER", help="show what changed since this ledger")
     parser.add_argument("--history", type=Path, metavar="DIR", help="margins, times and acceptance of the runs in DIR")
     shown = parser.add_mutually_exclusive_group()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +13,7 @@ import pytest
 
 from harness import cli, doctor, engines, environment
 from harness.demo import main as demo
+from harness.files import write_atomic
 from harness.inspect import main as inspect
 from harness.reference_engine import ReferenceSession
 from harness.sources import ROOT
@@ -33,6 +36,8 @@ def test_a_command_whose_module_is_absent_is_not_offered(monkeypatch: pytest.Mon
 
 
 WRONG = [[], ["nothing"], ["demo", "--tokens", "0"], ["inspect"], ["test", "-k"]]
+WRONG += [["matrix", "--ranks", "0"], ["matrix", "--ranks", "-2"], ["mutants", "--fraction", "1/0"]]
+WRONG += [["plan", "k2.6", "--memory", memory] for memory in ("nan", "inf", "1")]
 WRONG += [[name, "--nothing"] for name in sorted(cli.available()) if name != "test"]  # that one hands on to pytest
 
 
@@ -45,6 +50,33 @@ def test_wrong_arguments_end_with_3(arguments: list[str]) -> None:
 def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([name, "--help"]) == 0
     assert "usage: " in capsys.readouterr().out
+
+
+WRITERS = [["bench", "ops", "--json"], ["bench", "ops", "--plot"], ["acceptance", "--json"], ["mutants", "--out"]]
+WRITERS += [["report", "LEDGER", "--html"], ["report", "LEDGER", "--junit"]]
+
+
+@pytest.mark.parametrize("arguments", WRITERS, ids=" ".join)
+def test_a_result_that_cannot_be_written_is_told_before_it_is_made(
+    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    for wrong, reason in ((tmp_path / "file" / "out", "cannot be written"), (tmp_path, "is a folder")):
+        assert cli.main([*arguments, str(wrong)]) == 3
+        assert f"{wrong} {reason}" in capsys.readouterr().err
+
+
+def test_a_fault_of_the_disk_is_a_line_that_names_the_file(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("harness.files.os.fsync", full)
+    monkeypatch.setattr("harness.inspect.main", lambda argv: write_atomic(Path(argv[0]), b"x"))
+    assert cli.main(["inspect", str(tmp_path / "out")]) == 3
+    assert capsys.readouterr().err == f"kdtree inspect: {tmp_path / 'out'}: No space left on device\n"
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_what_needs_no_numbers_imports_neither_torch_nor_numpy() -> None:

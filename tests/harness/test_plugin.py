@@ -72,9 +72,10 @@ def test_a_passing_run_leaves_a_whole_ledger(run: Command, tmp_path: Path) -> No
     assert suite is not None
     assert (suite.get("tests"), suite.get("failures"), suite.get("errors")) == ("2", "0", "0")
 
-    again = run(*arguments)
-    assert again.returncode == 3
-    assert "holds the ledger of an earlier run" in again.stderr
+    for folder, reason in ((run_dir, "holds the ledger of an earlier run"), (run_dir / "junit.xml" / "x", "Not a dir")):
+        again = run(*arguments[:-3], str(folder))
+        assert again.returncode == 3
+        assert reason in again.stderr
     assert ledgers.read(run_dir) == ledger
 
 
