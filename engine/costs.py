@@ -10,6 +10,7 @@ interpolated, and never fall. They are kept in ``costs/`` of the build cache und
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -86,7 +87,8 @@ def kept(identity: Mapping[str, str], make: Callable[[], StepCosts], folder: Pat
     except (OSError, ValueError, KeyError, TypeError):
         made = make()
         content = {"identity": dict(identity), "rows": made.rows, "seconds": made.seconds}
-        write_atomic(path, (json.dumps(content, indent=1) + "\n").encode())
+        with contextlib.suppress(OSError):  # a cache that this user may only read: measured again the next time
+            write_atomic(path, (json.dumps(content, indent=1) + "\n").encode())
         return made
 
 

@@ -207,6 +207,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not args.output.parent.is_dir():
         print(f"kdtree import: {args.output.parent}: no such directory", file=sys.stderr)
         return USAGE
+    if args.output.is_dir():
+        print(f"kdtree import: {args.output}: is a folder; name the file", file=sys.stderr)
+        return USAGE
     if args.output.exists() and not (args.force or args.dry_run):
         print(f"kdtree import: {args.output}: exists; --force replaces it", file=sys.stderr)
         return USAGE

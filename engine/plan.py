@@ -18,14 +18,12 @@ from engine.ranks.shares import undivided
 from harness.bench import k26
 from harness.cells import FAILED, INFRASTRUCTURE, PASSED
 from harness.cli import Parser
-from refs.config import ModelConfig
+from refs.config import BF16_PRECISIONS, PRECISIONS, ModelConfig
 from refs.quant import GROUP, groups
 
 GIB = 1 << 30
 K26 = "k2.6"
 """Stands for Kimi K2.6 at its full size; so does any config.json of a checkpoint."""
-BF16 = ("bf16", "int4-bf16")
-PRECISIONS = ("fp32", "int4", *BF16)
 WHOLE = ("attn.q_a.w", "attn.kv_a.w", "router.w", "router.bias", "norm.w")
 """Endings of the tensors that every rank holds whole."""
 CONTEXTS = (4096, 8192, 32768, 131072, 262144)
@@ -56,7 +54,7 @@ class Plan:
 def weights(config: ModelConfig, precision: str, ranks: int) -> dict[str, int]:
     """Bytes of a rank's weights by group."""
     found = dict.fromkeys(("experts", "attention", "dense and shared", "vocabulary", "whole"), 0)
-    plain = 2 if precision in BF16 else 4
+    plain = 2 if precision in BF16_PRECISIONS else 4
     for name, shape in config.shapes().items():
         count = math.prod(shape)
         if ".experts." in name and precision.startswith("int4"):
@@ -76,7 +74,7 @@ def weights(config: ModelConfig, precision: str, ranks: int) -> dict[str, int]:
 
 def workspace(config: ModelConfig, precision: str, ranks: int, context: int, rows: int, device: str) -> int:
     """Bytes of a step's buffers, of the exchanges and of scratch."""
-    c, operand = config, 2 if precision in BF16 else 4
+    c, operand = config, 2 if precision in BF16_PRECISIONS else 4
     moe, dense = c.first_k_dense < c.num_layers, c.first_k_dense > 0
     heads, shared = c.num_heads // ranks, c.n_shared_experts * c.moe_intermediate_size
     q, o = c.num_heads * (c.qk_nope_head_dim + c.qk_rope_head_dim), c.num_heads * c.v_head_dim
@@ -108,7 +106,7 @@ def _cpu_scratch(c: ModelConfig, precision: str, heads: int, rows: int) -> int:
     chosen = c.num_experts_per_tok
     inner, dim = groups(c.moe_intermediate_size) * GROUP, c.hidden_size
     moe = rows * 4 * (2 * dim + groups(dim) * GROUP + chosen * (inner + dim + 5) + 4) + 8 * c.n_routed_experts
-    attention = 4 * rows * heads * c.kv_lora_rank if precision in BF16 else 0
+    attention = 4 * rows * heads * c.kv_lora_rank if precision in BF16_PRECISIONS else 0
     return max(linear, moe if c.first_k_dense < c.num_layers else 0, attention)
 
 
@@ -119,7 +117,7 @@ def plan(config: ModelConfig, precision: str, ranks: int, context: int, rows: in
     """
     if bad := undivided(config, ranks):
         raise ValueError(f"{bad[0]}: {ranks} ranks cannot share {getattr(config, bad[0])} evenly")
-    element = 2 if precision in BF16 else 4
+    element = 2 if precision in BF16_PRECISIONS else 4
     cache = element * (context + rows) * config.num_layers * (config.kv_lora_rank + config.qk_rope_head_dim)
     space = workspace(config, precision, ranks, context, rows, device)
     return Plan(precision, ranks, context, rows, weights(config, precision, ranks), cache, space)
@@ -148,6 +146,8 @@ def find(name: str) -> ModelConfig:
         from engine.hf_config import read_config
 
         folder = path if path.is_dir() else path.parent
+        if path.suffix == ".json" and path.name != "config.json":
+            raise ValueError(f"{name}: a checkpoint's sizes stand in a file called config.json")
         return ModelConfig.of(read_config(folder).fields, str(folder / "config.json"))
     from refs import recipe
 
@@ -193,7 +193,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--rows", type=int, default=ROWS, help="the widest step: tree budget and root")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args(argv)
-    if min(options.gpus, options.rows, *(options.context or [1])) < 1 or options.memory <= options.reserve:
+    sizes_are = 0 <= options.reserve < options.memory < math.inf  # neither is NaN
+    if min(options.gpus, options.rows, *(options.context or [1])) < 1 or not sizes_are:
         parser.error("GPUs, rows and contexts are at least 1, the memory more than the reserve")
     room = int((options.memory - options.reserve) * GIB)
     try:

@@ -218,11 +218,13 @@ def expected(
 def of_run(
     devices: Sequence[str], *, gpus: int = 0, ranks: Sequence[int] = (), shared: bool = True, scale: bool = False
 ) -> list[Point]:
-    """The cells of a run: with ``ranks`` those of so many ranks, of every config that they can share.
+    """The cells of a run, with ``ranks`` of so many ranks and every config that they can share. Raises MatrixError.
 
     Without it one rank runs everything; and, if the engine can be ``shared``, `RANKED_CONFIGS` run on two CPU ranks and
     on 2, 4 and 8 GPUs where there are so many. ``scale``: with the configs of real sizes.
     """
+    if ranks and min(ranks) < 1:
+        raise MatrixError(f"--ranks {min(ranks)}: a model is shared by 1 rank or more")
     if ranks:
         ranked = {count: rankable(count, scale=scale) for count in ranks}
         return expected(devices, ranks=ranks, ranked=ranked, scale=scale)

@@ -67,6 +67,8 @@ def _revision(root: Path) -> tuple[str, tuple[str, ...]]:
     if not (root / ".git").exists() and carried.is_file():
         content = json.loads(carried.read_text("utf-8"))
         return str(content["commit"]), tuple(str(path) for path in content["dirty"])
+    if not (root / ".git").exists() and _git(root, "ls-files", "--error-unmatch", ".") is None:
+        return "", ()  # a repository around this tree may know nothing of it
     commit = _git(root, "rev-parse", "HEAD")
     status = _git(root, "status", "--porcelain", "-z", "--untracked-files=all", "--no-renames")
     if commit is None or status is None:

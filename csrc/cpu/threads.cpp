@@ -3,7 +3,10 @@
 #include "threads.h"
 
 #include <cstdlib>
+#include <string>
 #include <system_error>
+
+#include "../error.h"
 #if defined(__linux__)
 #include <sched.h>
 #endif
@@ -14,28 +17,33 @@ namespace {
 constexpr double kSerialWork = 1 << 20;  // multiply-adds, some 30 us on one core: waking a thread costs about as much
 constexpr int kMaxThreads = 256;
 
-int positive(const char* name) {
+int at_most(long n) { return n < kMaxThreads ? static_cast<int>(n) : kMaxThreads; }
+
+// The number that a variable holds, 0 where it is not set. `strict`: ours, whose mistakes are told; others have values of more kinds.
+int positive(const char* name, bool strict) {
   const char* text = std::getenv(name);
-  if (text == nullptr) return 0;
-  const long value = std::strtol(text, nullptr, 10);
-  if (value < 1) return 0;
-  return value < kMaxThreads ? static_cast<int>(value) : kMaxThreads;
+  if (text == nullptr || *text == '\0') return 0;
+  char* end = nullptr;
+  const long value = std::strtol(text, &end, 10);
+  if (value >= 1 && (*end == '\0' || !strict)) return at_most(value);
+  if (strict) throw Error("DeviceError", std::string(name) + "=" + text + ": is no number of threads; set one from 1 on, or unset it");
+  return 0;
 }
 
 }  // namespace
 
 int default_threads() {
-  if (const int n = positive("KDTREE_THREADS")) return n;
-  if (const int n = positive("OMP_NUM_THREADS")) return n;
+  if (const int n = positive("KDTREE_THREADS", true)) return n;
+  if (const int n = positive("OMP_NUM_THREADS", false)) return n;
 #if defined(__linux__)
   cpu_set_t set;
   if (sched_getaffinity(0, sizeof set, &set) == 0) {
     const int n = CPU_COUNT(&set);
-    if (n >= 1) return n < kMaxThreads ? n : kMaxThreads;
+    if (n >= 1) return at_most(n);
   }
 #endif
   const unsigned n = std::thread::hardware_concurrency();
-  return n < 1 ? 1 : static_cast<int>(n < kMaxThreads ? n : kMaxThreads);
+  return n < 1 ? 1 : at_most(n);
 }
 
 Threads::Threads(int count) : count_(count < 1 ? 1 : count) {}

@@ -39,6 +39,8 @@ def test_costs_are_measured_once(tmp_path: Path) -> None:
         path.write_text("{")
     costs.kept({"device": "a"}, make, tmp_path)
     assert len(calls) == 3, "a broken file was believed"
+    (tmp_path / "file").touch()
+    assert costs.kept({"device": "a"}, make, tmp_path / "file") == StepCosts((1, 4), (1.0, 2.0))
 
 
 def rows(done: Sequence[object]) -> list[int]:
@@ -46,10 +48,10 @@ def rows(done: Sequence[object]) -> list[int]:
 
 
 def test_auto_budget_decodes_what_ar_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KDTREE_BUILD", str(tmp_path))
     path = bundles.ensure(["dflash"])["dflash"]
     prompt = Golden.open(path, "int4").prompt
     engine = create("cpu")
+    monkeypatch.setenv("KDTREE_BUILD", str(tmp_path))  # for the costs: the engine is loaded
     with engine.load(path, "int4", max_rows=24) as session:
         ar = session.decode(DecodeRequest(prompt, 18, record=True))
         request = DecodeRequest(prompt, 18, OwnDrafter(), block_size=5, record=True)

@@ -14,7 +14,7 @@ from engine_files import Array, Bundle, changed
 import engine
 from engine.library import library
 from engine.session import CsrcSession
-from harness.protocol import F32, OPERATION_TAPS, DecodeRequest, Draft, Engine, RequestError, Session
+from harness.protocol import F32, OPERATION_TAPS, DecodeRequest, DeviceError, Draft, Engine, RequestError, Session
 from refs.sampling import choose
 from tests.fuzz.seeds import CORPUS
 
@@ -161,6 +161,13 @@ def test_threads_and_instruction_sets_do_not_show(monkeypatch: pytest.MonkeyPatc
             assert got.logits is not None
             results.add(got.logits.tobytes())
     assert len(results) == 1
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "two", "4x", " "])
+def test_a_wrong_number_of_threads_is_named(monkeypatch: pytest.MonkeyPatch, tiny2: Path, text: str) -> None:
+    monkeypatch.setenv("KDTREE_THREADS", text)
+    with pytest.raises(DeviceError, match=f"KDTREE_THREADS={text}: is no number of threads"):
+        engine.create("cpu").load(tiny2, "int4")
 
 
 def test_stream_yields_what_decode_returns(session: CsrcSession, tiny2: Path, precision: str) -> None:

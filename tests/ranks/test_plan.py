@@ -73,3 +73,10 @@ def test_ranks_that_cannot_share_the_model_are_named(capsys: pytest.CaptureFixtu
 def test_a_config_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
     assert plan.main(["nothing", "--memory", "96"]) == INFRASTRUCTURE
     assert "known configs" in capsys.readouterr().err
+
+
+def test_another_json_file_is_not_taken_for_the_config_beside_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert plan.main([str(tmp_path / "generation_config.json"), "--memory", "96"]) == INFRASTRUCTURE
+    assert "a file called config.json" in capsys.readouterr().err
