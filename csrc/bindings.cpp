@@ -243,6 +243,31 @@ std::vector<int64_t> session_memory(int64_t handle) {
 }
 
 }  // namespace
+
+void refuse(const char* what, const char* reason) { throw Error("RequestError", std::string("argument ") + what + " " + reason); }
+
+void* contiguous(const Tensor& t, ScalarType type, const char* what) {
+  need(t.scalar_type() == type, what, "has the wrong type");
+  need(t.is_contiguous(), what, "is not contiguous");
+  return t.data_ptr();
+}
+
+void* contiguous(const Tensor& t, ScalarType type, int64_t n, const char* what) {
+  void* const p = contiguous(t, type, what);
+  need(t.numel() == n, what, "has the wrong size");
+  return p;
+}
+
+std::vector<int32_t> ints(const Tensor& t, const char* what) {
+  const int32_t* p = data<int32_t>(t, what);
+  need(t.is_cpu(), what, "is not on the CPU");
+  return {p, p + t.numel()};
+}
+
+void wrong_call(uint64_t args, uint64_t wanted) {
+  throw Error("RequestError", std::to_string(args) + " arguments for a function of " + std::to_string(wanted));
+}
+
 }  // namespace kdtree
 
 KDTREE_LIBRARY_FRAGMENT(KDTREE_LIBRARY, m) {
@@ -278,29 +303,29 @@ KDTREE_LIBRARY_FRAGMENT(KDTREE_LIBRARY, m) {
 }
 
 KDTREE_LIBRARY_IMPL(KDTREE_LIBRARY, m) {
-  m.impl("session_open", TORCH_BOX(&kdtree::session_open));
-  m.impl("session_close", TORCH_BOX(&kdtree::session_close));
-  m.impl("session_sizes", TORCH_BOX(&kdtree::session_sizes));
-  m.impl("session_weights", TORCH_BOX(&kdtree::session_weights));
-  m.impl("session_length", TORCH_BOX(&kdtree::session_length));
-  m.impl("session_reset", TORCH_BOX(&kdtree::session_reset));
-  m.impl("session_prefill", TORCH_BOX(&kdtree::session_prefill));
-  m.impl("session_step", TORCH_BOX(&kdtree::session_step));
-  m.impl("session_verify", TORCH_BOX(&kdtree::session_verify));
-  m.impl("session_commit", TORCH_BOX(&kdtree::session_commit));
-  m.impl("session_cache", TORCH_BOX(&kdtree::session_cache));
-  m.impl("session_taps", TORCH_BOX(&kdtree::session_taps));
-  m.impl("session_verify_taps", TORCH_BOX(&kdtree::session_verify_taps));
-  m.impl("session_tap", TORCH_BOX(&kdtree::session_tap));
-  m.impl("decode_begin", TORCH_BOX(&kdtree::decode_begin));
-  m.impl("decode_round", TORCH_BOX(&kdtree::decode_round));
-  m.impl("decode_run", TORCH_BOX(&kdtree::decode_run));
-  m.impl("decode_result", TORCH_BOX(&kdtree::decode_result));
-  m.impl("decode_logits", TORCH_BOX(&kdtree::decode_logits));
-  m.impl("decode_trees", TORCH_BOX(&kdtree::decode_trees));
-  m.impl("decode_draft", TORCH_BOX(&kdtree::decode_draft));
-  m.impl("session_counters", TORCH_BOX(&kdtree::session_counters));
-  m.impl("session_reset_counters", TORCH_BOX(&kdtree::session_reset_counters));
-  m.impl("session_broken_guard", TORCH_BOX(&kdtree::session_broken_guard));
-  m.impl("session_memory", TORCH_BOX(&kdtree::session_memory));
+  m.impl("session_open", kdtree::boxed<kdtree::session_open>);
+  m.impl("session_close", kdtree::boxed<kdtree::session_close>);
+  m.impl("session_sizes", kdtree::boxed<kdtree::session_sizes>);
+  m.impl("session_weights", kdtree::boxed<kdtree::session_weights>);
+  m.impl("session_length", kdtree::boxed<kdtree::session_length>);
+  m.impl("session_reset", kdtree::boxed<kdtree::session_reset>);
+  m.impl("session_prefill", kdtree::boxed<kdtree::session_prefill>);
+  m.impl("session_step", kdtree::boxed<kdtree::session_step>);
+  m.impl("session_verify", kdtree::boxed<kdtree::session_verify>);
+  m.impl("session_commit", kdtree::boxed<kdtree::session_commit>);
+  m.impl("session_cache", kdtree::boxed<kdtree::session_cache>);
+  m.impl("session_taps", kdtree::boxed<kdtree::session_taps>);
+  m.impl("session_verify_taps", kdtree::boxed<kdtree::session_verify_taps>);
+  m.impl("session_tap", kdtree::boxed<kdtree::session_tap>);
+  m.impl("decode_begin", kdtree::boxed<kdtree::decode_begin>);
+  m.impl("decode_round", kdtree::boxed<kdtree::decode_round>);
+  m.impl("decode_run", kdtree::boxed<kdtree::decode_run>);
+  m.impl("decode_result", kdtree::boxed<kdtree::decode_result>);
+  m.impl("decode_logits", kdtree::boxed<kdtree::decode_logits>);
+  m.impl("decode_trees", kdtree::boxed<kdtree::decode_trees>);
+  m.impl("decode_draft", kdtree::boxed<kdtree::decode_draft>);
+  m.impl("session_counters", kdtree::boxed<kdtree::session_counters>);
+  m.impl("session_reset_counters", kdtree::boxed<kdtree::session_reset_counters>);
+  m.impl("session_broken_guard", kdtree::boxed<kdtree::session_broken_guard>);
+  m.impl("session_memory", kdtree::boxed<kdtree::session_memory>);
 }

@@ -1,9 +1,11 @@
-// Plain pointers out of torch tensors, checked; what both binding files share.
+// Plain pointers out of torch tensors, checked, and functions as torch calls them; what the binding files share.
 #pragma once
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/tensor.h>
 
 #include <string>
+#include <tuple>
+#include <utility>
 #include <vector>
 
 #include "error.h"
@@ -28,30 +30,60 @@ template <> struct ScalarOf<int32_t> { static constexpr ScalarType value = Scala
 template <> struct ScalarOf<uint8_t> { static constexpr ScalarType value = ScalarType::Byte; };
 template <> struct ScalarOf<uint16_t> { static constexpr ScalarType value = ScalarType::UInt16; };
 
+// These are functions and not inlined, because there are hundreds of calls that nobody waits for.
+[[noreturn]] void refuse(const char* what, const char* reason);
+[[noreturn]] void wrong_call(uint64_t args, uint64_t wanted);
+void* contiguous(const Tensor& t, ScalarType type, const char* what);
+void* contiguous(const Tensor& t, ScalarType type, int64_t n, const char* what);
+std::vector<int32_t> ints(const Tensor& t, const char* what);
+
 inline void need(bool good, const char* what, const char* reason) {
-  if (!good) throw Error("RequestError", std::string("argument ") + what + " " + reason);
+  if (!good) refuse(what, reason);
 }
 
 // The data of a contiguous tensor of T.
 template <class T>
 T* data(const Tensor& t, const char* what) {
-  need(t.scalar_type() == ScalarOf<T>::value, what, "has the wrong type");
-  need(t.is_contiguous(), what, "is not contiguous");
-  return static_cast<T*>(t.data_ptr());
+  return static_cast<T*>(contiguous(t, ScalarOf<T>::value, what));
 }
 
 // As data(), of exactly n elements.
 template <class T>
 T* sized(const Tensor& t, int64_t n, const char* what) {
-  T* p = data<T>(t, what);
-  need(t.numel() == n, what, "has the wrong size");
-  return p;
+  return static_cast<T*>(contiguous(t, ScalarOf<T>::value, n, what));
 }
 
-inline std::vector<int32_t> ints(const Tensor& t, const char* what) {
-  const int32_t* p = data<int32_t>(t, what);
-  need(t.is_cpu(), what, "is not on the CPU");
-  return {p, p + t.numel()};
-}
+// A function as torch calls it: its arguments on the stack, then its results in their place. TORCH_BOX does the same by way of a
+// tuple for every signature, which takes the compiler three times as long.
+template <auto F>
+struct Boxed;
+template <class R, class... A, R (*F)(A...)>
+struct Boxed<F> {
+  static void call(StableIValue* stack, uint64_t args, uint64_t) {
+    if (args != sizeof...(A)) wrong_call(args, sizeof...(A));
+    at(stack, std::index_sequence_for<A...>());
+  }
+
+ private:
+  template <size_t... I>
+  static void at([[maybe_unused]] StableIValue* stack, std::index_sequence<I...>) {
+    using torch::stable::detail::to;
+    if constexpr (std::is_void_v<R>) {
+      F(to<A>(stack[I])...);
+    } else {
+      give(stack, F(to<A>(stack[I])...));
+    }
+  }
+  template <class T>
+  static void give(StableIValue* stack, T&& value) {
+    stack[0] = torch::stable::detail::from(std::forward<T>(value));
+  }
+  template <class... T>
+  static void give(StableIValue* stack, std::tuple<T...>&& values) {
+    std::apply([&](T&... value) { ((*stack++ = torch::stable::detail::from(std::move(value))), ...); }, values);
+  }
+};
+template <auto F>
+constexpr auto boxed = &Boxed<F>::call;
 
 }  // namespace kdtree

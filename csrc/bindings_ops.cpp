@@ -110,15 +110,18 @@ class Call {
     if (made.empty() || made.back().bytes() < bytes) made.emplace_back(backend(), bytes, "scratch");
     return made.back().get();
   }
-  template <typename Run>
-  void run(const Run& operation) {
+  void run(const std::function<void(Backend&)>& operation) {
     if (to_.noting != 0) {
-      sequence(to_, to_.noting).calls.emplace_back(operation);
+      sequence(to_, to_.noting).calls.push_back(operation);
       return;
     }
     operation(backend());
     int32_t first;
     backend().download(&first, state_.data_ptr(), sizeof first);
+  }
+  template <class Args>
+  void run(void (Backend::*operation)(const Args&), const Args& a) {
+    run([=](Backend& b) { (b.*operation)(a); });
   }
 
  private:
@@ -191,18 +194,17 @@ void draw_experts(int64_t handle, std::vector<int64_t> stated, int64_t first, in
 void embed(int64_t handle, Tensor out, Tensor table, std::vector<Tensor> rows, Tensor state) {
   Call call(handle, state);
   const Rows r = rows_of(rows);
-  call.run([=](Backend& b) {
-    b.embed({sized<float>(out, static_cast<int64_t>(r.max_rows) * dim(table, 1), "out"), weight_of(table, dim(table, 1)),
+  call.run(&Backend::embed, {sized<float>(out, static_cast<int64_t>(r.max_rows) * dim(table, 1), "out"), weight_of(table, dim(table, 1)),
         dim(table, 1), r, &step_state(state)->n_rows});
-  });
 }
 
 void rms_norm(int64_t handle, Tensor out, Tensor x, Tensor w, double eps, Tensor state) {
   Call call(handle, state);
-  call.run([=](Backend& b) {
-    b.rms_norm(sized<float>(out, x.numel(), "out"), data<float>(x, "x"), sized<float>(w, x.size(1), "w"),
-        static_cast<float>(eps), dim(x, 1), dim(x, 0), &step_state(state)->n_rows);
-  });
+  float* const to = sized<float>(out, x.numel(), "out");
+  const float *const from = data<float>(x, "x"), *const weight = sized<float>(w, x.size(1), "w");
+  const int m = dim(x, 0), d = dim(x, 1);
+  const int32_t* const n_rows = &step_state(state)->n_rows;
+  call.run([=](Backend& b) { b.rms_norm(to, from, weight, static_cast<float>(eps), d, m, n_rows); });
 }
 
 // norm_w, scales: empty for none. epilogue: 0 store, 1 residual, 2 silu(first) * second.
@@ -234,9 +236,7 @@ void linear(int64_t handle, Tensor x, Tensor norm_w, double eps, std::vector<Ten
   a.n_rows = &step_state(state)->n_rows;
   void* const scratch = call.scratch(call.backend().linear_scratch(n, k, m));
   a.scratch = scratch;
-  call.run([=](Backend& b) {
-    b.linear(a);
-  });
+  call.run(&Backend::linear, a);
 }
 
 MlaDims dims_of(const std::vector<int64_t>& d) {
@@ -264,12 +264,10 @@ void mla_prepare(int64_t handle, std::vector<int64_t> dims, Tensor q, Tensor kv,
   const Rows r = rows_of(rows);
   const int64_t m = r.max_rows, h = d.heads;
   need(kv_b.numel() == h * (d.nope + d.v) * d.rank, "kv_b", "has the wrong size");
-  call.run([=](Backend& b) {
-    b.mla_prepare({d, sized<float>(q, m * h * (d.nope + d.rope), "q"), sized<float>(kv, m * (d.rank + d.rope), "kv"),
+  call.run(&Backend::mla_prepare, {d, sized<float>(q, m * h * (d.nope + d.rope), "q"), sized<float>(kv, m * (d.rank + d.rope), "kv"),
         sized<float>(norm_w, d.rank, "norm_w"), static_cast<float>(eps), weight_of(kv_b, d.rank), data<float>(cos_sin,
         "cos_sin"), activation(q_lat, m * h * d.rank, d.numerics, "q_lat"), activation(q_rope, m * h * d.rope, d.numerics,
         "q_rope"), cache_of(latent, k_rope, d.numerics), r, step_state(state)});
-  });
 }
 
 void mla_attention(int64_t handle, std::vector<int64_t> dims, double scale, Tensor q_lat, Tensor q_rope, Tensor latent, Tensor k_rope,
@@ -279,11 +277,9 @@ void mla_attention(int64_t handle, std::vector<int64_t> dims, double scale, Tens
   const Rows r = rows_of(rows);
   const int64_t m = r.max_rows, h = d.heads;
   void* const scratch = call.scratch(call.backend().attention_scratch(d, r.max_rows, static_cast<int>(max_keys)));
-  call.run([=](Backend& b) {
-    b.mla_attention({d, static_cast<float>(scale), activation(q_lat, m * h * d.rank, d.numerics, "q_lat"),
+  call.run(&Backend::mla_attention, {d, static_cast<float>(scale), activation(q_lat, m * h * d.rank, d.numerics, "q_lat"),
         activation(q_rope, m * h * d.rope, d.numerics, "q_rope"), cache_of(latent, k_rope, d.numerics), activation(o_lat,
         m * h * d.rank, d.numerics, "o_lat"), static_cast<int>(max_keys), scratch, r, step_state(state)});
-  });
 }
 
 void mla_value(int64_t handle, std::vector<int64_t> dims, Tensor o_lat, Tensor kv_b, Tensor o, Tensor state) {
@@ -291,10 +287,8 @@ void mla_value(int64_t handle, std::vector<int64_t> dims, Tensor o_lat, Tensor k
   const MlaDims d = dims_of(dims, o_lat);
   const int64_t m = o.size(0), h = d.heads;
   need(kv_b.numel() == h * (d.nope + d.v) * d.rank, "kv_b", "has the wrong size");
-  call.run([=](Backend& b) {
-    b.mla_value({d, activation(o_lat, m * h * d.rank, d.numerics, "o_lat"), weight_of(kv_b, d.rank), activation(o,
+  call.run(&Backend::mla_value, {d, activation(o_lat, m * h * d.rank, d.numerics, "o_lat"), weight_of(kv_b, d.rank), activation(o,
         m * h * d.v, d.numerics, "o"), static_cast<int>(m), &step_state(state)->n_rows});
-  });
 }
 
 void mla_output(int64_t handle, std::vector<int64_t> dims, double scale, Tensor q_lat, Tensor q_rope, Tensor latent, Tensor k_rope,
@@ -305,26 +299,23 @@ void mla_output(int64_t handle, std::vector<int64_t> dims, double scale, Tensor 
   const int64_t m = r.max_rows, h = d.heads;
   need(kv_b.numel() == h * (d.nope + d.v) * d.rank, "kv_b", "has the wrong size");
   void* const scratch = call.scratch(call.backend().attention_scratch(d, r.max_rows, static_cast<int>(max_keys)));
-  call.run([=](Backend& b) {
-    void* const lat = activation(o_lat, m * h * d.rank, d.numerics, "o_lat");
-    b.mla_output({d, static_cast<float>(scale), activation(q_lat, m * h * d.rank, d.numerics, "q_lat"),
-                  activation(q_rope, m * h * d.rope, d.numerics, "q_rope"), cache_of(latent, k_rope, d.numerics), lat,
-                  static_cast<int>(max_keys), scratch, r, step_state(state)},
-                 {d, lat, weight_of(kv_b, d.rank), activation(o, m * h * d.v, d.numerics, "o"), r.max_rows,
-                  &step_state(state)->n_rows});
-  });
+  void* const lat = activation(o_lat, m * h * d.rank, d.numerics, "o_lat");
+  const MlaAttentionArgs a{d, static_cast<float>(scale), activation(q_lat, m * h * d.rank, d.numerics, "q_lat"),
+                           activation(q_rope, m * h * d.rope, d.numerics, "q_rope"), cache_of(latent, k_rope, d.numerics), lat,
+                           static_cast<int>(max_keys), scratch, r, step_state(state)};
+  const MlaValueArgs v{d, lat, weight_of(kv_b, d.rank), activation(o, m * h * d.v, d.numerics, "o"), r.max_rows,
+                       &step_state(state)->n_rows};
+  call.run([=](Backend& b) { b.mla_output(a, v); });
 }
 
 void router(int64_t handle, Tensor logits, Tensor bias, Tensor ids, Tensor weights, int64_t n_group, int64_t topk_group, bool norm_topk,
             double scaling, int64_t layer, Tensor state) {
   Call call(handle, state);
   const int m = dim(logits, 0), e = dim(logits, 1), k = dim(ids, 1);
-  call.run([=](Backend& b) {
-    b.router({data<float>(logits, "logits"), sized<float>(bias, e, "bias"), e, k, static_cast<int>(n_group),
+  call.run(&Backend::router, {data<float>(logits, "logits"), sized<float>(bias, e, "bias"), e, k, static_cast<int>(n_group),
         static_cast<int>(topk_group), norm_topk, static_cast<float>(scaling), sized<int32_t>(ids,
         static_cast<int64_t>(m) * k, "ids"), sized<float>(weights, static_cast<int64_t>(m) * k, "weights"),
         static_cast<int>(layer), m, step_state(state)});
-  });
 }
 
 // experts: gate, up [E, I, D], down [E, D, I]; scales as for linear; shared: the same three as matrices, or empty.
@@ -360,9 +351,7 @@ void moe(int64_t handle, Tensor x, Tensor norm_w, double eps, Tensor ids, Tensor
   a.n_rows = &step_state(state)->n_rows;
   void* const scratch = call.scratch(call.backend().moe_scratch(m, k, a.gate.e, inner, d));
   a.scratch = scratch;
-  call.run([=](Backend& b) {
-    b.moe(a);
-  });
+  call.run(&Backend::moe, a);
 }
 
 void select(int64_t handle, Tensor logits, double temperature, Tensor choice, std::vector<Tensor> rows, Tensor state) {
@@ -370,17 +359,15 @@ void select(int64_t handle, Tensor logits, double temperature, Tensor choice, st
   const Rows r = rows_of(rows);
   const int vocab = dim(logits, 1);
   void* const scratch = call.scratch(call.backend().select_scratch(r.max_rows, vocab));
-  call.run([=](Backend& b) {
-    b.select({sized<float>(logits, static_cast<int64_t>(r.max_rows) * vocab, "logits"), vocab, temperature,
+  call.run(&Backend::select, {sized<float>(logits, static_cast<int64_t>(r.max_rows) * vocab, "logits"), vocab, temperature,
         sized<int32_t>(choice, r.max_rows, "choice"), scratch, r, step_state(state)});
-  });
 }
 
 void tree_root(int64_t handle, std::vector<Tensor> rows, Tensor state) {
   Call call(handle, state);
-  call.run([=](Backend& b) {
-    b.tree_root(rows_of(rows), step_state(state));
-  });
+  const Rows r = rows_of(rows);
+  StepState* const s = step_state(state);
+  call.run([=](Backend& b) { b.tree_root(r, s); });
 }
 
 // costs: f64 [budget + 1] in the backend's memory, or empty.
@@ -392,22 +379,18 @@ void tree_build(int64_t handle, Tensor draft, int64_t block_size, int64_t budget
   need(block_size >= 1 && block_size <= r.path_stride, "block_size", "exceeds the stride of path");
   const int vocab = dim(draft, 1), block = static_cast<int>(block_size), nodes = static_cast<int>(budget);
   void* const scratch = call.scratch(call.backend().tree_scratch(vocab, block, nodes));
-  call.run([=](Backend& b) {
-    b.tree_build({data<float>(draft, "draft"), vocab, block, nodes, static_cast<int>(eos_id), chain,
+  call.run(&Backend::tree_build, {data<float>(draft, "draft"), vocab, block, nodes, static_cast<int>(eos_id), chain,
         costs.numel() == 0 ? nullptr : sized<double>(costs, budget + 1, "costs"), scratch, r, sized<double>(scores,
         r.max_rows, "scores"), step_state(state)});
-  });
 }
 
 // out: RoundOut as i32 [10 + M].
 void accept(int64_t handle, std::vector<Tensor> rows, Tensor choice, int64_t eos_id, Tensor accepted, Tensor out, Tensor state) {
   Call call(handle, state);
   const Rows r = rows_of(rows);
-  call.run([=](Backend& b) {
-    b.accept({r, sized<int32_t>(choice, r.max_rows, "choice"), static_cast<int>(eos_id), sized<int32_t>(accepted,
+  call.run(&Backend::accept, {r, sized<int32_t>(choice, r.max_rows, "choice"), static_cast<int>(eos_id), sized<int32_t>(accepted,
         r.max_rows, "accepted"), reinterpret_cast<RoundOut*>(sized<int32_t>(out, 10 + static_cast<int64_t>(r.max_rows),
         "out")), step_state(state)});
-  });
 }
 
 void kv_commit(int64_t handle, std::vector<Tensor> latents, std::vector<Tensor> k_ropes, Tensor accepted, Tensor state) {
@@ -418,28 +401,23 @@ void kv_commit(int64_t handle, std::vector<Tensor> latents, std::vector<Tensor> 
   for (size_t i = 0; i < latents.size(); ++i) layers.push_back(cache_of(latents[i], k_ropes[i], numerics));
   const int n = static_cast<int>(layers.size()), rank = dim(latents[0], 1), rope = dim(k_ropes[0], 1), m = dim(accepted, 0);
   void* const scratch = call.scratch(call.backend().commit_scratch(n, rank, rope, m));
-  call.run([=](Backend& b) {
-    b.kv_commit({layers.data(), n, rank, rope, data<int32_t>(accepted, "accepted"), m, scratch, step_state(state),
-        numerics});
-  });
+  const int32_t* const rows = data<int32_t>(accepted, "accepted");
+  const StepState* const s = step_state(state);
+  call.run([=](Backend& b) { b.kv_commit({layers.data(), n, rank, rope, rows, m, scratch, s, numerics}); });
 }
 
 void record(int64_t handle, Tensor dst, Tensor src, int64_t offset, Tensor accepted, Tensor state) {
   Call call(handle, state);
-  call.run([=](Backend& b) {
-    b.record({data<float>(dst, "dst"), data<float>(src, "src"), dim(src, 1), static_cast<int>(offset), dim(dst, 0),
+  call.run(&Backend::record, {data<float>(dst, "dst"), data<float>(src, "src"), dim(src, 1), static_cast<int>(offset), dim(dst, 0),
         data<int32_t>(accepted, "accepted"), dim(accepted, 0), step_state(state)});
-  });
 }
 
 void record_tree(int64_t handle, Tensor dst, std::vector<Tensor> rows, Tensor accepted, Tensor state) {
   Call call(handle, state);
   const Rows r = rows_of(rows);
   need(dst.dim() == 2 && dst.size(1) == 2 + 3 * static_cast<int64_t>(r.max_rows), "dst", "is not [entries, 2 + 3*M]");
-  call.run([=](Backend& b) {
-    b.record_tree({data<int32_t>(dst, "dst"), dim(dst, 0), r.max_rows, r, data<int32_t>(accepted, "accepted"),
+  call.run(&Backend::record_tree, {data<int32_t>(dst, "dst"), dim(dst, 0), r.max_rows, r, data<int32_t>(accepted, "accepted"),
         step_state(state)});
-  });
 }
 
 // index: i32, or empty for the rows in order.
@@ -448,16 +426,12 @@ void gather_rows(int64_t handle, Tensor dst, int64_t column, Tensor src, Tensor 
   const int n = dim(src, 1), ldd = dim(dst, 1), m = dim(dst, 0);
   need(column >= 0 && column <= ldd - n, "column", "leaves dst");
   const int32_t* by = index.numel() == 0 ? nullptr : sized<int32_t>(index, m, "index");
-  call.run([=](Backend& b) {
-    b.gather_rows({data<float>(dst, "dst") + column, ldd, data<float>(src, "src"), n, by, m, &step_state(state)->n_rows});
-  });
+  call.run(&Backend::gather_rows, {data<float>(dst, "dst") + column, ldd, data<float>(src, "src"), n, by, m, &step_state(state)->n_rows});
 }
 
 void draft_block(int64_t handle, Tensor tokens, int64_t mask_id, Tensor state) {
   Call call(handle, state);
-  call.run([=](Backend& b) {
-    b.draft_block({data<int32_t>(tokens, "tokens"), dim(tokens, 0), static_cast<int>(mask_id), step_state(state)});
-  });
+  call.run(&Backend::draft_block, {data<int32_t>(tokens, "tokens"), dim(tokens, 0), static_cast<int>(mask_id), step_state(state)});
 }
 
 DraftDims draft_dims(const std::vector<int64_t>& d) {
@@ -472,12 +446,10 @@ void draft_prepare(int64_t handle, std::vector<int64_t> dims, Tensor q, Tensor k
   const DraftDims d = draft_dims(dims);
   const int64_t m = k.size(0), width = static_cast<int64_t>(d.kv_heads) * d.head_dim;
   StepState* s = step_state(state);
-  call.run([=](Backend& b) {
-    b.draft_prepare({d, q.numel() == 0 ? nullptr : sized<float>(q, m * d.heads * d.head_dim, "q"), sized<float>(k,
+  call.run(&Backend::draft_prepare, {d, q.numel() == 0 ? nullptr : sized<float>(q, m * d.heads * d.head_dim, "q"), sized<float>(k,
         m * width, "k"), sized<float>(v, m * width, "v"), sized<float>(q_norm_w, d.head_dim, "q_norm_w"),
         sized<float>(k_norm_w, d.head_dim, "k_norm_w"), static_cast<float>(eps), data<float>(cos_sin, "cos_sin"),
         {data<float>(keys, "keys"), data<float>(values, "values")}, &s->kv_len, static_cast<int>(m), &s->n_rows});
-  });
 }
 
 void draft_attention(int64_t handle, std::vector<int64_t> dims, Tensor q, Tensor keys, Tensor values, Tensor o, Tensor state) {
@@ -485,10 +457,8 @@ void draft_attention(int64_t handle, std::vector<int64_t> dims, Tensor q, Tensor
   const DraftDims d = draft_dims(dims);
   const int64_t m = q.size(0), width = static_cast<int64_t>(d.heads) * d.head_dim;
   StepState* s = step_state(state);
-  call.run([=](Backend& b) {
-    b.draft_attention({d, sized<float>(q, m * width, "q"), {data<float>(keys, "keys"), data<float>(values, "values")},
+  call.run(&Backend::draft_attention, {d, sized<float>(q, m * width, "q"), {data<float>(keys, "keys"), data<float>(values, "values")},
         sized<float>(o, m * width, "o"), dim(keys, 0), static_cast<int>(m), &s->n_rows, s});
-  });
 }
 
 // src: u8 [ranks, bytes a rank]; a part each: dst u8 [rows, bytes], its offset in a rank's bytes, its rows for every row of the step.
@@ -508,16 +478,14 @@ void unshard(int64_t handle, Tensor src, std::vector<Tensor> dsts, std::vector<i
   }
   a.max_rows = static_cast<int>(max_rows);
   a.n_rows = &step_state(state)->n_rows;
-  call.run([=](Backend& b) { b.unshard(a); });
+  call.run(&Backend::unshard, a);
 }
 
 // values: i32 [rows, words]; out: i32 [2], the sum's low and high half, added to.
 void checksum(int64_t handle, Tensor out, Tensor values, Tensor state) {
   Call call(handle, state);
-  call.run([=](Backend& b) {
-    b.checksum({reinterpret_cast<uint64_t*>(sized<int32_t>(out, 2, "out")), data<int32_t>(values, "values"),
+  call.run(&Backend::checksum, {reinterpret_cast<uint64_t*>(sized<int32_t>(out, 2, "out")), data<int32_t>(values, "values"),
               static_cast<size_t>(values.size(1)), dim(values, 0), &step_state(state)->n_rows});
-  });
 }
 
 }  // namespace
@@ -576,36 +544,36 @@ KDTREE_LIBRARY_FRAGMENT(KDTREE_LIBRARY, m) {
 }
 
 KDTREE_LIBRARY_IMPL(KDTREE_LIBRARY, m) {
-  m.impl("backend_open", TORCH_BOX(&kdtree::backend_open));
-  m.impl("backend_close", TORCH_BOX(&kdtree::backend_close));
-  m.impl("isa_names", TORCH_BOX(&kdtree::cpu::isa_names));
-  m.impl("backend_counters", TORCH_BOX(&kdtree::backend_counters));
-  m.impl("draw_experts", TORCH_BOX(&kdtree::draw_experts));
-  m.impl("backend_stream", TORCH_BOX(&kdtree::backend_stream));
-  m.impl("sequence_begin", TORCH_BOX(&kdtree::sequence_begin));
-  m.impl("sequence_end", TORCH_BOX(&kdtree::sequence_end));
-  m.impl("sequence_run", TORCH_BOX(&kdtree::sequence_run));
-  m.impl("sequence_drop", TORCH_BOX(&kdtree::sequence_drop));
-  m.impl("embed", TORCH_BOX(&kdtree::embed));
-  m.impl("rms_norm", TORCH_BOX(&kdtree::rms_norm));
-  m.impl("linear", TORCH_BOX(&kdtree::linear));
-  m.impl("mla_prepare", TORCH_BOX(&kdtree::mla_prepare));
-  m.impl("mla_attention", TORCH_BOX(&kdtree::mla_attention));
-  m.impl("mla_output", TORCH_BOX(&kdtree::mla_output));
-  m.impl("mla_value", TORCH_BOX(&kdtree::mla_value));
-  m.impl("router", TORCH_BOX(&kdtree::router));
-  m.impl("moe", TORCH_BOX(&kdtree::moe));
-  m.impl("unshard", TORCH_BOX(&kdtree::unshard));
-  m.impl("checksum", TORCH_BOX(&kdtree::checksum));
-  m.impl("select", TORCH_BOX(&kdtree::select));
-  m.impl("tree_root", TORCH_BOX(&kdtree::tree_root));
-  m.impl("tree_build", TORCH_BOX(&kdtree::tree_build));
-  m.impl("accept", TORCH_BOX(&kdtree::accept));
-  m.impl("kv_commit", TORCH_BOX(&kdtree::kv_commit));
-  m.impl("record", TORCH_BOX(&kdtree::record));
-  m.impl("record_tree", TORCH_BOX(&kdtree::record_tree));
-  m.impl("gather_rows", TORCH_BOX(&kdtree::gather_rows));
-  m.impl("draft_block", TORCH_BOX(&kdtree::draft_block));
-  m.impl("draft_prepare", TORCH_BOX(&kdtree::draft_prepare));
-  m.impl("draft_attention", TORCH_BOX(&kdtree::draft_attention));
+  m.impl("backend_open", kdtree::boxed<kdtree::backend_open>);
+  m.impl("backend_close", kdtree::boxed<kdtree::backend_close>);
+  m.impl("isa_names", kdtree::boxed<kdtree::cpu::isa_names>);
+  m.impl("backend_counters", kdtree::boxed<kdtree::backend_counters>);
+  m.impl("draw_experts", kdtree::boxed<kdtree::draw_experts>);
+  m.impl("backend_stream", kdtree::boxed<kdtree::backend_stream>);
+  m.impl("sequence_begin", kdtree::boxed<kdtree::sequence_begin>);
+  m.impl("sequence_end", kdtree::boxed<kdtree::sequence_end>);
+  m.impl("sequence_run", kdtree::boxed<kdtree::sequence_run>);
+  m.impl("sequence_drop", kdtree::boxed<kdtree::sequence_drop>);
+  m.impl("embed", kdtree::boxed<kdtree::embed>);
+  m.impl("rms_norm", kdtree::boxed<kdtree::rms_norm>);
+  m.impl("linear", kdtree::boxed<kdtree::linear>);
+  m.impl("mla_prepare", kdtree::boxed<kdtree::mla_prepare>);
+  m.impl("mla_attention", kdtree::boxed<kdtree::mla_attention>);
+  m.impl("mla_output", kdtree::boxed<kdtree::mla_output>);
+  m.impl("mla_value", kdtree::boxed<kdtree::mla_value>);
+  m.impl("router", kdtree::boxed<kdtree::router>);
+  m.impl("moe", kdtree::boxed<kdtree::moe>);
+  m.impl("unshard", kdtree::boxed<kdtree::unshard>);
+  m.impl("checksum", kdtree::boxed<kdtree::checksum>);
+  m.impl("select", kdtree::boxed<kdtree::select>);
+  m.impl("tree_root", kdtree::boxed<kdtree::tree_root>);
+  m.impl("tree_build", kdtree::boxed<kdtree::tree_build>);
+  m.impl("accept", kdtree::boxed<kdtree::accept>);
+  m.impl("kv_commit", kdtree::boxed<kdtree::kv_commit>);
+  m.impl("record", kdtree::boxed<kdtree::record>);
+  m.impl("record_tree", kdtree::boxed<kdtree::record_tree>);
+  m.impl("gather_rows", kdtree::boxed<kdtree::gather_rows>);
+  m.impl("draft_block", kdtree::boxed<kdtree::draft_block>);
+  m.impl("draft_prepare", kdtree::boxed<kdtree::draft_prepare>);
+  m.impl("draft_attention", kdtree::boxed<kdtree::draft_attention>);
 }

@@ -36,4 +36,4 @@ KDTREE_LIBRARY_FRAGMENT(KDTREE_LIBRARY, m) {
   m.def("product_plan(str product, bool int4, int k, int rows, bool paired, bool clusters, int shared) -> str");
 }
 
-KDTREE_LIBRARY_IMPL(KDTREE_LIBRARY, m) { m.impl("product_plan", TORCH_BOX(&kdtree::product_plan)); }
+KDTREE_LIBRARY_IMPL(KDTREE_LIBRARY, m) { m.impl("product_plan", kdtree::boxed<kdtree::product_plan>); }
