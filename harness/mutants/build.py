@@ -18,6 +18,7 @@ import subprocess
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,6 +29,8 @@ from harness.mutants.catalogue import CSRC
 LIBRARY = "kdtree.so"
 COMPILE_SECONDS = 300.0
 UNUSED_SECONDS = 7 * 24 * 3600
+Command = Callable[[str, str], str]
+"""The command line that makes one file of another: input, output, both quoted for the shell."""
 _VARIABLE = re.compile(r"\$(?:\{([a-z_]+)\}|([a-z_]+))")
 _PREFIX_MAP = re.compile(r"-ffile-prefix-map=(?:'[^']*'|\S)+")  # names the checkout that happened to build
 
@@ -73,7 +76,7 @@ class Workshop:
             objects.append(str(made))
             compiled += fresh
         library = target / LIBRARY
-        self._run(self._command("link", " ".join(map(shlex.quote, objects)), library), target)
+        run(self._command("link", " ".join(map(shlex.quote, objects)), shlex.quote(str(library))), target)
         return library, compiled
 
     def scratch(self, name: str) -> tempfile.TemporaryDirectory[str]:
@@ -88,12 +91,12 @@ class Workshop:
                 if path.stat().st_mtime < oldest:
                     shutil.rmtree(path) if path.is_dir() else path.unlink()
 
+    def commands(self) -> dict[Path, Command]:
+        """What compiles each source, a path below ``csrc/``."""
+        return {unit.source: functools.partial(self._command, unit.rule) for unit in self._units}
+
     def _key(self, unit: Unit, csrc: Path) -> str:
-        template = self._command(unit.rule, "IN", Path("OUT"))
-        digest = hashlib.sha256(f"{template}\0{_compiler(shlex.split(template)[0])}\0".encode())
-        for name in closure(csrc, [unit.source]):
-            digest.update(f"{name}\0{hashlib.sha256((csrc / name).read_bytes()).hexdigest()}\0".encode())
-        return digest.hexdigest()[:32]
+        return content_key(functools.partial(self._command, unit.rule), csrc, unit.source)
 
     def _object(self, unit: Unit, csrc: Path, anew: bool) -> tuple[Path, bool]:
         key = self._key(unit, csrc)
@@ -107,28 +110,40 @@ class Workshop:
                 os.utime(path)
                 return path, False
             part = self._objects / f".{key}.{os.getpid()}.o"
-            self._run(self._command(unit.rule, shlex.quote(str(csrc / unit.source)), part), self._objects)
+            command = self._command(unit.rule, shlex.quote(str(csrc / unit.source)), shlex.quote(str(part)))
+            run(command, self._objects)
             part.with_name(part.name + ".d").unlink(missing_ok=True)
             os.replace(part, path)
         return path, True
 
-    def _command(self, rule: str, inputs: str, output: Path) -> str:
-        values = {**self._variables, "in": inputs, "out": shlex.quote(str(output))}
+    def _command(self, rule: str, inputs: str, output: str) -> str:
+        values = {**self._variables, "in": inputs, "out": output}
         text = self._rules[rule]
         for _ in range(4):  # variables hold variables
             text = _VARIABLE.sub(lambda match: values.get(match.group(1) or match.group(2), ""), text)
         return text
 
-    def _run(self, command: str, folder: Path) -> None:
-        try:
-            done = subprocess.run(
-                command, shell=True, cwd=folder, capture_output=True, text=True, timeout=COMPILE_SECONDS, check=False
-            )
-        except subprocess.TimeoutExpired:
-            raise CompileError(f"took longer than {COMPILE_SECONDS:g} s: {command}") from None
-        if done.returncode != 0:
-            errors = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()[-4:]
-            raise CompileError("\n".join(errors[:6]))
+
+def run(command: str, folder: Path) -> None:
+    """Compile or link, in ``folder``. Raises CompileError with the first of what the compiler says."""
+    try:
+        done = subprocess.run(
+            command, shell=True, cwd=folder, capture_output=True, text=True, timeout=COMPILE_SECONDS, check=False
+        )
+    except subprocess.TimeoutExpired:
+        raise CompileError(f"took longer than {COMPILE_SECONDS:g} s: {command}") from None
+    if done.returncode != 0:
+        errors = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()[-4:]
+        raise CompileError("\n".join([*dict.fromkeys(errors)][:6]))  # a header says it once an instantiation
+
+
+def content_key(command: Command, csrc: Path, source: Path) -> str:
+    """A hash of all that decides what ``command`` makes of ``source``: itself, its compiler, every file included."""
+    template = command("IN", "OUT")
+    digest = hashlib.sha256(f"{template}\0{_compiler(shlex.split(template)[0])}\0".encode())
+    for name in closure(csrc, [source]):
+        digest.update(f"{name}\0{hashlib.sha256((csrc / name).read_bytes()).hexdigest()}\0".encode())
+    return digest.hexdigest()[:32]
 
 
 def _parse(text: str) -> tuple[dict[str, str], dict[str, str], list[Unit]]:

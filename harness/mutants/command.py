@@ -1,7 +1,8 @@
 """``kdtree mutants``: plants every fault of the catalogue in a copy of ``csrc/``, counts those that the matrix catches.
 
 Controls go the same way: the unedited engine and one whose white space alone was edited have to pass everything. A
-fault that nothing catches is a hole in the matrix, and the exit status says so.
+fault that nothing catches is a hole in the matrix, and the exit status says so. One that does not fit the sources or
+does not compile has a row that says so, and the others go on.
 """
 
 from __future__ import annotations
@@ -14,10 +15,8 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
-from dataclasses import asdict, dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
 
 from harness import bundles
 from harness.bundle_lock import BundleError
@@ -26,100 +25,44 @@ from harness.cli import Parser, output
 from harness.files import write_atomic
 from harness.matrix import MatrixError, Point, expected, matcher
 from harness.mutants import run as mutants_run
+from harness.mutants import syntax
 from harness.mutants.build import CompileError, Workshop
-from harness.mutants.catalogue import CatalogueError, Fault, fraction, load, plant
-from harness.mutants.run import Outcome
+from harness.mutants.catalogue import CSRC, CatalogueError, Fault, fraction, load, plant
+from harness.mutants.result import Result, line, summary
+from harness.mutants.run import NOT_BUILT, Outcome
 from harness.sources import ROOT, describe
 from harness.toolchain import BuildError
 
 WORKERS = 2
+SAME_BYTES = "built anew it has the bytes of the unedited engine, which runs"
 HOME = ROOT / "build" / "mutants"
 
 
-@dataclass(frozen=True)
-class Result:
-    """One fault and what became of it."""
+def one(
+    fault: Fault, workshop: Workshop, points: Sequence[Point], paths: dict[str, Path], unedited_runs: bool = False
+) -> Result:
+    """Plant, build, run on ``points``. A fault that cannot be planted or built has an outcome that says so.
 
-    fault: Fault
-    outcome: Outcome
-    seconds: float
-
-    @property
-    def caught(self) -> bool:
-        return bool(self.outcome.caught_by)
-
-    @property
-    def good(self) -> bool:
-        """A fault is to be caught, a control is not."""
-        return self.caught != self.fault.is_control
-
-    @property
-    def located(self) -> bool | None:
-        """Whether the trace named the faulted operation; None for a fault that states none."""
-        if not self.fault.taps or self.fault.is_control:
-            return None
-        operation = self.outcome.tap.split(".", 2)[2] if self.outcome.tap.startswith("layers.") else self.outcome.tap
-        return operation in self.fault.taps
-
-    def record(self) -> dict[str, Any]:
-        """As ``docs/evidence/mutants.json`` holds it (docs/mutants.md)."""
-        found = asdict(self.outcome)
-        margin = found.pop("margin")
-        found["detail"] = found["detail"].replace(f"{ROOT}/", "")  # the record is the same wherever the checkout lies
-        return {
-            "name": self.fault.name,
-            "group": self.fault.group,
-            "device": self.fault.device,
-            "caught_by": found.pop("caught_by"),
-            "margin": margin if math.isfinite(margin) else str(margin),
-            **found,
-            "operation": list(self.fault.taps),
-            "operation_named": self.located,
-            "seconds": round(self.seconds, 2),
-        }
-
-
-def one(fault: Fault, workshop: Workshop, points: Sequence[Point], paths: dict[str, Path]) -> Result:
-    """Plant, build, run on ``points``. Raises CompileError naming the fault."""
+    ``unedited_runs``: the unedited engine is one of the controls of this run, so that a control with the same bytes
+    need not run as well.
+    """
     start = time.monotonic()
     with workshop.scratch(fault.name) as folder:
         scratch = Path(folder)
         try:
             library, _ = workshop.library(plant(fault, scratch / "csrc"), scratch, anew=fault.is_control)
-        except CompileError as error:
-            raise CompileError(f"{fault.name}: does not compile: {error}") from None
-        outcome = mutants_run.run(fault, library, mutants_run.order(fault, points), paths)
+        except (CatalogueError, CompileError) as error:
+            outcome = Outcome(verdict=NOT_BUILT, detail=str(error).replace(f"{scratch}/", ""))
+        else:
+            if fault.is_control and fault.edits and unedited_runs and _same(library, workshop, scratch / "unedited"):
+                return Result(fault, Outcome(detail=SAME_BYTES), time.monotonic() - start)
+            outcome = mutants_run.run(fault, library, mutants_run.order(fault, points), paths)
     return Result(fault, outcome, time.monotonic() - start)
 
 
-def line(result: Result) -> str:
-    """One fault on one line."""
-    o = result.outcome
-    if not result.caught:
-        what = f"passed all {o.ran}" if result.fault.is_control else f"NOT CAUGHT by any of {o.ran}"
-        return f"{result.fault.name:<34} {what}"
-    share = f", {o.margin:.2g}x the bound" if math.isfinite(o.margin) else ""
-    said = f"{result.fault.name:<34} {o.caught_by} ({o.verdict}{share})"
-    if result.fault.is_control:
-        return f"{said}: A CONTROL FAILED: {o.detail}"
-    named = {True: ", located", False: f", located at {o.tap or 'nothing'} instead", None: ""}[result.located]
-    return said + named
-
-
-def summary(results: Sequence[Result]) -> list[str]:
-    """Shares by group."""
-    lines = []
-    for group in dict.fromkeys(result.fault.group for result in results):
-        here = [result for result in results if result.fault.group == group]
-        done = sum(result.good for result in here)
-        stated = [result for result in here if result.located is not None]
-        located = (
-            f", operation named in {sum(map(bool, (r.located for r in stated)))} of {len(stated)}" if stated else ""
-        )
-        lines.append(
-            f"{group:<12} {done:3d} of {len(here):3d} {'passed' if here[0].fault.is_control else 'caught'}{located}"
-        )
-    return lines
+def _same(library: Path, workshop: Workshop, folder: Path) -> bool:
+    unedited, _ = workshop.library(CSRC, folder, anew=True)
+    return library.read_bytes() == unedited.read_bytes()
 
 
 def _parser() -> Parser:
@@ -127,8 +70,8 @@ def _parser() -> Parser:
         prog="kdtree mutants",
         description="Plant every fault of the catalogue in a copy of csrc/, one by one, and count what is caught.",
         epilog="examples:\n  kdtree mutants -k int4\n  kdtree mutants --fraction 1/5 --seed $(git rev-parse HEAD)\n\n"
-        f"exit status: {PASSED} every fault was caught and every control passed, {FAILED} not so, {INFRASTRUCTURE} the "
-        "catalogue does not fit the sources, or something does not build",
+        f"exit status: {PASSED} every fault was caught and every control passed (--compile-only: each compiles), "
+        f"{FAILED} not so,\n{INFRASTRUCTURE} a malformed catalogue, a fault that does not fit the sources or not build",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("-k", metavar="NAME", default="", help="only the faults whose name or group this chooses")
@@ -137,6 +80,7 @@ def _parser() -> Parser:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="whose faults (default: cpu)")
     parser.add_argument("--workers", type=int, default=WORKERS, help=f"faults at a time (default: {WORKERS})")
     parser.add_argument("--list", action="store_true", help="print the faults and run none")
+    parser.add_argument("--compile-only", action="store_true", help="see whether they compile, many at once; run none")
     parser.add_argument("--json", action="store_true", help="the records on stdout, everything else on stderr")
     parser.add_argument("--out", type=output, metavar="FILE", help="write the records there")
     return parser
@@ -172,10 +116,12 @@ def main(argv: Sequence[str]) -> int:
             for fault in faults:
                 say(f"{fault.name:<34} {fault.group:<10} {fault.says}")
             return PASSED
+        if options.compile_only:
+            return compile_only(faults, options.device, options.json, say)
         points = expected([options.device])
         paths = bundles.ensure(list(dict.fromkeys(point.config for point in points)), say=say)
         results = run_all(faults, Workshop(options.device, HOME), points, paths, options.workers, say)
-    except (CatalogueError, MatrixError, BuildError, BundleError, CompileError, ValueError, ZeroDivisionError) as error:
+    except (CatalogueError, MatrixError, BuildError, BundleError, ValueError, ZeroDivisionError) as error:
         print(f"kdtree mutants: {error}", file=sys.stderr)
         return INFRASTRUCTURE
     for text in summary(results):
@@ -185,7 +131,22 @@ def main(argv: Sequence[str]) -> int:
         write_atomic(options.out, (json.dumps(records, indent=1) + "\n").encode())
     if options.json:
         print(json.dumps(records, indent=1))
+    if any(result.broken for result in results):
+        return INFRASTRUCTURE
     return PASSED if all(result.good for result in results) else FAILED
+
+
+def compile_only(faults: Sequence[Fault], device: str, as_json: bool, say: bundles.Say) -> int:
+    """Whether the faults compile; the exit status. Raises BuildError."""
+    start = time.monotonic()
+    checker = syntax.checker(device, HOME)
+    broken = syntax.broken(faults, checker, say)
+    for name, why in broken.items():
+        say(f"{name:<34} DOES NOT BUILD: {why}")
+    say(f"{len(faults) - len(broken)} of {len(faults)} faults and controls compile ({time.monotonic() - start:.0f} s)")
+    if as_json:
+        print(json.dumps(broken, indent=1))
+    return INFRASTRUCTURE if broken else PASSED
 
 
 def run_all(
@@ -196,12 +157,17 @@ def run_all(
     workers: int,
     say: bundles.Say,
 ) -> list[Result]:
-    """Every fault, ``workers`` at a time, each told of as it ends; in the order given. Raises CompileError."""
+    """Every fault, ``workers`` at a time, each told of as it ends; in the order given."""
     mutants_run.serve()
     start, lock = time.monotonic(), threading.Lock()
     results: dict[str, Result] = {}
+    unedited_runs = any(fault.is_control and not fault.edits for fault in faults)
+    # The unedited engine is the longest run, so it starts first; its objects serve an edited control, which comes last.
+    queue = sorted(faults, key=lambda fault: fault.is_control and bool(fault.edits))
     with ThreadPoolExecutor(max(1, workers)) as pool:
-        waiting: list[Future[Result]] = [pool.submit(one, fault, workshop, points, paths) for fault in faults]
+        waiting: list[Future[Result]] = [
+            pool.submit(one, fault, workshop, points, paths, unedited_runs) for fault in queue
+        ]
         try:
             for future in as_completed(waiting):
                 result = future.result()

@@ -33,6 +33,8 @@ SILENCE_SECONDS = 400.0  # without a report: a cell, its grace and its trace, or
 THREADS = 4  # also on machines with fewer processors, so that threads interleave
 PLAIN = "neon" if platform.machine() in ("aarch64", "arm64") else "base"
 """What this machine calls the kernels of isa_base.cpp."""
+NOT_BUILT = "NOT_BUILT"
+"""The verdict on a fault of which no library could be made or loaded: it was never run, so it is not caught either."""
 LOADER_CONFIG = "budget0"
 """The smallest bundle with MoE layers."""
 
@@ -121,10 +123,17 @@ def _child(report: Connection, device: str, isa: str, library: str, names: list[
         os.environ["KDTREE_ISA"] = PLAIN if isa == "base" else isa
     silent = os.open(os.devnull, os.O_WRONLY)
     os.dup2(silent, 2)  # what a broken engine's allocator says as it dies helps nobody
+    from engine.library import library as load
     from engine.library import use
     from harness.runner import Runner
 
     use(device, Path(library))
+    try:
+        load(device)
+    except OSError as error:  # the linker leaves it to the loader to miss a symbol
+        said = str(error.__cause__ or error).replace(f"{Path(library).parent}/", "")
+        report.send(("failed", {"verdict": NOT_BUILT, "detail": said}))
+        return
     runner = Runner("csrc", bundles, seconds=CELL_SECONDS, host="", worker="")
     for name in names:
         report.send(("start", name))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import time
 from pathlib import Path
 
@@ -12,9 +13,10 @@ from harness import bundles
 from harness.matrix import configs, expected
 from harness.mutants import command as mutants
 from harness.mutants import run as mutants_run
-from harness.mutants.build import CompileError, Workshop
+from harness.mutants.build import Workshop
 from harness.mutants.catalogue import CatalogueError, Edit, Fault, load, plant
-from harness.mutants.run import LOADER, LOADER_CONFIG, OPERATIONS, Outcome
+from harness.mutants.result import Result
+from harness.mutants.run import LOADER, LOADER_CONFIG, NOT_BUILT, OPERATIONS, Outcome
 
 CELLS = [f"int4-ar-{LOADER_CONFIG}-cpu", f"fp32-ddtree-{LOADER_CONFIG}-noisy-cpu", LOADER]
 BY_NAME = {fault.name: fault for fault in load()}
@@ -46,7 +48,7 @@ def test_a_known_fault_is_caught_and_located(workshop: Workshop, paths: dict[str
     assert found.caught_by.startswith(f"int4-ar-{LOADER_CONFIG}-cpu: ")
     assert found.ran == 1
     assert found.tap.endswith(".moe.weights")
-    result = mutants.Result(fault, found, 1.0)
+    result = Result(fault, found, 1.0)
     assert (result.good, result.located) == (True, True)
     assert result.record()["caught_by"] == found.caught_by
     json.dumps(result.record(), allow_nan=False)
@@ -74,7 +76,7 @@ def test_white_space_passes(workshop: Workshop, paths: dict[str, Path], tmp_path
     fault = Fault("white_space", "controls", "", (Edit("cpu/norm.cpp", 'count("embed");', 'count( "embed" );'),))
     found = outcome(fault, workshop, paths, tmp_path)
     assert found == Outcome(ran=len(CELLS))
-    assert mutants.Result(fault, found, 1.0).good
+    assert Result(fault, found, 1.0).good
 
 
 @pytest.mark.slow
@@ -96,9 +98,25 @@ def test_a_crash_and_a_hang_are_told_of(
 
 
 @pytest.mark.slow
-def test_an_edit_that_does_not_compile_is_named(workshop: Workshop, paths: dict[str, Path]) -> None:
-    with pytest.raises(CompileError, match=r"made_here: does not compile: .*undeclared_name"):
-        mutants.one(edit("cpu/norm.cpp", 'count("embed");', "undeclared_name;"), workshop, [], paths)
+def test_what_does_not_build_has_a_row_of_its_own(workshop: Workshop, paths: dict[str, Path], tmp_path: Path) -> None:
+    uncompiled = mutants.one(edit("cpu/norm.cpp", 'count("embed");', "undeclared_name;"), workshop, [], paths)
+    unfit = mutants.one(edit("cpu/norm.cpp", "no such text", "x"), workshop, [], paths)
+    (tmp_path / "unlinked.cpp").write_text(
+        'int missing_symbol();\nextern "C" int called() { return missing_symbol(); }\n'
+    )
+    library = tmp_path / "unlinked.so"
+    subprocess.run(["c++", "-shared", "-fPIC", str(tmp_path / "unlinked.cpp"), "-o", str(library)], check=True)
+    unloaded = mutants_run.run(BY_NAME["tensor_twice"], library, CELLS, paths)
+    for result, why in (
+        (uncompiled, "csrc/cpu/norm.cpp:"),
+        (unfit, "made_here: csrc/cpu/norm.cpp: 'no such text' is there 0 times"),
+        (Result(BY_NAME["tensor_twice"], unloaded, 1.0), "unlinked.so: undefined symbol: "),
+    ):
+        assert (result.broken, result.good, result.caught, result.located) == (True, False, False, None)
+        assert result.record()["verdict"] == "NOT_BUILT"
+        assert result.record()["detail"].startswith(why)
+        assert result.outcome.ran == 0
+    assert not Result(Fault("control", "controls", "", ()), uncompiled.outcome, 1.0).good
 
 
 def test_all_cells_are_tried_before_a_fault_is_not_caught() -> None:
@@ -112,11 +130,12 @@ def test_all_cells_are_tried_before_a_fault_is_not_caught() -> None:
 
 
 def test_exit_statuses(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """0 all caught and controls passed; 1 a fault passed or a control failed; 3 the catalogue does not fit."""
+    """0 all caught and controls passed; 1 a fault passed or a control failed; 3 the catalogue does not fit or build."""
     caught, missed = Outcome("a: b", "FAIL_LOGITS", 2.0, tap="embed"), Outcome(ran=9)
+    unbuilt = Outcome(verdict=NOT_BUILT, detail="csrc/a.cpp:1: error: what")
 
     def run(**by_name: Outcome) -> int:
-        monkeypatch.setattr(mutants, "one", lambda f, *_: mutants.Result(f, by_name.get(f.name, missed), 1.0))
+        monkeypatch.setattr(mutants, "one", lambda f, *_: Result(f, by_name.get(f.name, missed), 1.0))
         monkeypatch.setattr(mutants, "Workshop", lambda *_: type("W", (), {"prune": lambda self: None})())
         return mutants.main(["-k", "unedited or tensor_twice", "--workers", "1"])
 
@@ -125,6 +144,12 @@ def test_exit_statuses(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFi
     assert "tensor_twice" in capsys.readouterr().out.split("NOT CAUGHT")[0]
     assert run(tensor_twice=caught, unedited=caught) == 1
     assert "A CONTROL FAILED" in capsys.readouterr().out
+    assert run(tensor_twice=unbuilt, unedited=caught) == 3
+    said = capsys.readouterr().out
+    assert "tensor_twice                       DOES NOT BUILD: csrc/a.cpp:1: error: what" in said
+    assert "A CONTROL FAILED" in said, "the others go on"
+    assert "0 of   1 caught, 1 not built" in said
+    assert run(tensor_twice=caught, unedited=unbuilt) == 3
     assert mutants.main(["-k", "no_such_fault"]) == 3
     assert "matches no fault" in capsys.readouterr().err
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import subprocess
 from pathlib import Path
 
 import pytest
 
 from harness.mutants import build as mutants_build
+from harness.mutants import catalogue, command
 from harness.mutants.build import CompileError, Unit, Workshop
+from harness.mutants.catalogue import Edit, Fault
+from harness.mutants.run import Outcome
 
 NINJA = """\
 ninja_required_version = 1.3
@@ -90,6 +94,33 @@ def test_what_an_edit_does_not_reach_is_not_compiled(tree: Path, tmp_path: Path)
     (tree / "value.h").write_text("#define VALUE undeclared\n")
     with pytest.raises(CompileError, match="undeclared"):
         workshop.library(tree, tmp_path / "e")
+
+
+def test_a_control_with_the_bytes_of_the_unedited_engine_does_not_run_again(
+    tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(catalogue, "CSRC", tree)
+    monkeypatch.setattr(command, "plant", functools.partial(catalogue.plant, csrc=tree))
+    monkeypatch.setattr(command, "CSRC", tree)
+    ran: list[str] = []
+
+    def run(fault: Fault, *_: object) -> Outcome:
+        ran.append(fault.name)
+        return Outcome(ran=7)
+
+    monkeypatch.setattr(command.mutants_run, "run", run)
+    workshop = Workshop("cpu", tmp_path / "home")
+
+    def outcome(name: str, group: str, replace: str, unedited_runs: bool) -> Outcome:
+        fault = Fault(name, group, "", (Edit("one.cpp", "return VALUE;", replace),))
+        return command.one(fault, workshop, [], {}, unedited_runs).outcome
+
+    assert outcome("space", "controls", "return  VALUE ; /* value */", True) == Outcome(detail=command.SAME_BYTES)
+    assert ran == []
+    assert outcome("other_bytes", "controls", "return VALUE + 1;", True) == Outcome(ran=7)
+    assert outcome("unedited_is_not_run", "controls", "return  VALUE;", False) == Outcome(ran=7)
+    assert outcome("no_control", "int4", "return  VALUE;", True) == Outcome(ran=7)
+    assert ran == ["other_bytes", "unedited_is_not_run", "no_control"]
 
 
 def test_old_objects_and_leftovers_go_and_others_stay(

@@ -1,0 +1,94 @@
+"""What became of a planted fault: whether that is good, as a line, as a record, and by group."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from harness.mutants.catalogue import Fault
+from harness.mutants.run import NOT_BUILT, Outcome
+from harness.sources import ROOT
+
+
+@dataclass(frozen=True)
+class Result:
+    """One fault and what became of it."""
+
+    fault: Fault
+    outcome: Outcome
+    seconds: float
+
+    @property
+    def caught(self) -> bool:
+        return bool(self.outcome.caught_by)
+
+    @property
+    def broken(self) -> bool:
+        """There was no library to run."""
+        return self.outcome.verdict == NOT_BUILT
+
+    @property
+    def good(self) -> bool:
+        """A fault is to be caught, a control is not."""
+        return not self.broken and self.caught != self.fault.is_control
+
+    @property
+    def located(self) -> bool | None:
+        """Whether the trace named the faulted operation; None for a fault that states none."""
+        if not self.fault.taps or self.fault.is_control or self.broken:
+            return None
+        operation = self.outcome.tap.split(".", 2)[2] if self.outcome.tap.startswith("layers.") else self.outcome.tap
+        return operation in self.fault.taps
+
+    def record(self) -> dict[str, Any]:
+        """As ``docs/evidence/mutants.json`` holds it (docs/mutants.md)."""
+        found = asdict(self.outcome)
+        margin = found.pop("margin")
+        found["detail"] = found["detail"].replace(f"{ROOT}/", "")  # the record is the same wherever the checkout lies
+        return {
+            "name": self.fault.name,
+            "group": self.fault.group,
+            "device": self.fault.device,
+            "caught_by": found.pop("caught_by"),
+            "margin": margin if math.isfinite(margin) else str(margin),
+            **found,
+            "operation": list(self.fault.taps),
+            "operation_named": self.located,
+            "seconds": round(self.seconds, 2),
+        }
+
+
+def line(result: Result) -> str:
+    """One fault on one line."""
+    o = result.outcome
+    if result.broken:
+        return f"{result.fault.name:<34} DOES NOT BUILD: {o.detail}"
+    if not result.caught:
+        passed = f"passed all {o.ran}" if o.ran else f"passed: {o.detail}"
+        what = passed if result.fault.is_control else f"NOT CAUGHT by any of {o.ran}"
+        return f"{result.fault.name:<34} {what}"
+    share = f", {o.margin:.2g}x the bound" if math.isfinite(o.margin) else ""
+    said = f"{result.fault.name:<34} {o.caught_by} ({o.verdict}{share})"
+    if result.fault.is_control:
+        return f"{said}: A CONTROL FAILED: {o.detail}"
+    named = {True: ", located", False: f", located at {o.tap or 'nothing'} instead", None: ""}[result.located]
+    return said + named
+
+
+def summary(results: Sequence[Result]) -> list[str]:
+    """Shares by group."""
+    lines = []
+    for group in dict.fromkeys(result.fault.group for result in results):
+        here = [result for result in results if result.fault.group == group]
+        done = sum(result.good for result in here)
+        stated = [result for result in here if result.located is not None]
+        located = (
+            f", operation named in {sum(map(bool, (r.located for r in stated)))} of {len(stated)}" if stated else ""
+        )
+        broken = sum(result.broken for result in here)
+        unbuilt = f", {broken} not built" if broken else ""
+        what = "passed" if here[0].fault.is_control else "caught"
+        lines.append(f"{group:<12} {done:3d} of {len(here):3d} {what}{unbuilt}{located}")
+    return lines
