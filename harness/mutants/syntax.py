@@ -156,7 +156,7 @@ def _nvcc() -> Command:
         raise toolchain.BuildError("no nvcc: install the CUDA toolkit 13 and put nvcc on PATH, or set CUDA_HOME")
     number = toolchain.specific(ARCH).replace(".", "")
     flags = [*build._flags("cuda", False, None)["cuda"], f"-gencode=arch=compute_{number},code=compute_{number}"]
-    return lambda source, out: f"{shlex.join([nvcc, *flags])} -ptx {source} -o {out}"
+    return lambda source, out: f"{shlex.join([nvcc, *flags])} -ptx -Xcicc -O0 {source} -o {out}"
 
 
 def broken(faults: Sequence[Fault], checker: Checker, say: Say) -> dict[str, str]:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from harness import environment
 from harness.mutants import syntax
 from harness.mutants.catalogue import Edit, Fault, load
 from harness.mutants.command import HOME
@@ -131,3 +132,17 @@ def test_faults_that_only_disturb_each_other_are_not_accused(checker: Checker) -
 def test_every_fault_of_the_cpu_compiles() -> None:
     faults = [one for one in load() if one.device == "cpu"]
     assert broken(faults, syntax.checker("cpu", HOME), print) == {}
+
+
+if environment.nvcc()[0]:  # `nox -s nvcc` checks all CUDA faults; here, that its checker can say no
+
+    @pytest.mark.slow
+    def test_cuda_faults_that_do_not_compile_are_named() -> None:
+        faults = [
+            fault("on_the_host", "cuda/ranks.cu", "if (a.max_rows <= 0) return;", "if (a.no_such_rows <= 0) return;"),
+            fault("on_the_device", "cuda/ranks.cu", "checksum_term(data[i], i)", "checksum_term(data[i])"),
+            fault("fine", "cuda/ranks.cu", "unsigned long long sum = 0;", "unsigned long long sum = 1;"),
+        ]
+        found = broken(faults, syntax.checker("cuda", HOME), print)
+        assert sorted(found) == ["on_the_device", "on_the_host"]
+        assert "no_such_rows" in found["on_the_host"]
