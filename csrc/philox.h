@@ -3,11 +3,7 @@
 #pragma once
 #include <cstdint>
 
-#ifdef __CUDACC__
-#define KDTREE_BOTH __host__ __device__ __forceinline__
-#else
-#define KDTREE_BOTH inline
-#endif
+#include "both.h"
 
 namespace kdtree {
 

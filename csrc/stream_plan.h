@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "both.h"
 #include "ops.h"
 
 namespace kdtree {
@@ -32,6 +33,33 @@ constexpr size_t kStatic = 10 << 10;    // static shared memory of the kernels, 
 
 // Elements of K between segments of linear.
 constexpr int unit_of(WeightKind kind) { return kind == WeightKind::kInt4 ? 128 : 32; }
+
+// First unit of segment s of K cut into `units`; segment kSegments begins at the end.
+KDTREE_BOTH constexpr int segment_begin(int s, int units) { return s * units / kSegments; }
+
+// Bytes from the first weight row's first group to group `group` of row first + row, where a row has `groups` of `bytes` each: sixteen
+// of weights, or a scale. One layer's gate projections of K2.6 are 2.8e9 bytes in INT4 and 11.3e9 in bf16: 32 bits hold no place in them.
+KDTREE_BOTH constexpr size_t byte_at(size_t first, int row, int groups, int group, size_t bytes) {
+  return ((first + static_cast<size_t>(row)) * static_cast<size_t>(groups) + static_cast<size_t>(group)) * bytes;
+}
+
+// What the clusters of a launch of moe share out: the shared expert's items in turn (cluster, cluster + clusters, ...), the others in
+// contiguous ranges, so cut that all read about the same number of bytes. A cost is in any unit.
+struct Items {
+  int clusters;
+  int shared;  // items of the shared expert
+  int64_t shared_cost;
+  int count;  // the others
+  int64_t cost;
+};
+// The first of the others that cluster c takes; cluster c + 1's first is its end. first_item(., 0) is 0, first_item(., clusters) is count.
+KDTREE_BOTH constexpr int first_item(const Items& n, int c) {
+  if (c >= n.clusters) return n.count;
+  const int rest = n.shared % n.clusters;
+  const int64_t before = static_cast<int64_t>(c) * (n.shared / n.clusters) + (c < rest ? c : rest);  // shared items of the clusters below
+  const int64_t at = ((n.shared * n.shared_cost + n.count * n.cost) * c / n.clusters - before * n.shared_cost) / n.cost;
+  return static_cast<int>(at < 0 ? 0 : at > n.count ? n.count : at);
+}
 
 constexpr int rows_of(const Variant& v) { return v.mt * (v.warps * v.cl / kSegments) * kTileRows; }
 

@@ -3,8 +3,7 @@
 //
 // Bytes: the distinct experts' weights once for all rows (up to 64), the shared expert's once; flops 2*3*M*(top_k*I + S)*D on tensor cores.
 // Bound by weight bytes: an expert rarely has more than eight rows.
-// An item is one expert and one block of its weight rows. Clusters take the shared expert's items in turn and contiguous ranges of
-// the others, so cut that all read about the same number of bytes. Within a cluster K is split as in linear_stream.cuh.
+// An item is one expert and one block of its weight rows; stream_plan.h shares them out (Items). Within a cluster K is split as in linear_stream.cuh.
 // Reduction order: stream.cuh with K = D for gate and up and K = I for down; no other row has a say.
 #pragma once
 #include "stream.cuh"
@@ -133,19 +132,10 @@ __device__ __forceinline__ void find_routes(Routes<PLACES>& r, const int32_t* id
   __syncthreads();
 }
 
-// Which items a cluster takes: the shared expert's cluster, cluster + clusters, ..., then [first, last) of the others.
+// Of the items that are not the shared expert's, a cluster's are [first, last).
 struct Share {
   int first, last;
 };
-__device__ __forceinline__ Share share_of(int cluster, int clusters, int shared_items, int64_t shared_cost, int items, int64_t cost) {
-  const int64_t whole = shared_items * shared_cost + items * cost;
-  const auto begin = [&](int c) {
-    const int64_t before = static_cast<int64_t>(c) * (shared_items / clusters) + min(c, shared_items % clusters);
-    const int64_t at = (whole * c / clusters - before * shared_cost) / cost;
-    return static_cast<int>(c == clusters ? items : at < 0 ? 0 : at > items ? items : at);
-  };
-  return {begin(cluster), begin(cluster + 1)};
-}
 
 template <typename S>
 __global__ __launch_bounds__(S::WARPS * kWarp, KD_RESIDENT(S::RESIDENT)) void stream_moe_kernel(const __grid_constant__ StreamMoeParams p) {
@@ -262,8 +252,9 @@ __global__ __launch_bounds__(S::WARPS * kWarp, KD_RESIDENT(S::RESIDENT)) void st
     return;
   }
   find_routes(routes, p.ids + m0 * p.top_k, rows * p.top_k);
-  share = share_of(cluster, clusters, shared_items, 32 * static_cast<int64_t>(p.shared_k) * ((rows + S::TURN - 1) / S::TURN), routes.found * blocks,
-                   (p.bf16 ? 32 : 9) * static_cast<int64_t>(p.k));
+  const stream::Items all{clusters, shared_items, 32 * static_cast<int64_t>(p.shared_k) * ((rows + S::TURN - 1) / S::TURN), routes.found * blocks,
+                          (p.bf16 ? 32 : 9) * static_cast<int64_t>(p.k)};
+  share = {stream::first_item(all, cluster), stream::first_item(all, cluster + 1)};
   copy_item = share.first;
   if (early) {  // the one item pointed at so far, in the light of how many rows there are
     const bool more = S::TURN < rows;

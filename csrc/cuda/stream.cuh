@@ -18,10 +18,12 @@
 namespace kdtree {
 namespace cuda {
 
+using stream::byte_at;
 using stream::kColumns;
 using stream::kRingBytes;
 using stream::kSegments;
 using stream::kTileRows;
+using stream::segment_begin;
 constexpr int kUnitBytes = 1024;  // 16 rows x 64 bytes; the scales of a tile's four groups follow
 
 // Elements of K in a unit.
@@ -102,16 +104,26 @@ __device__ __forceinline__ uint4 in_order(const uint4& v) {
 #define KD_CLUSTERS 0
 #endif
 
-// Barrier of a cluster of CL blocks in two halves; with CL = 1 of the block. It orders shared memory alone: a store that the block's own
-// fence covers is in the one memory there is of it, and who reads it after the barrier finds it. The barrier's own release is the
-// whole device's and waits for the copies in flight, which would empty the rings.
+// Barrier of a cluster of CL blocks in two halves; with CL = 1 of the block (then the arrival is nothing and the wait is all of it).
+//
+// What a block wrote to its own shared memory before it arrives, every block of the cluster finds there after its wait. That takes a
+// release of the *cluster's* scope: a block's fence orders its stores for its own threads, which reach shared memory by the same queue,
+// while another block's loads come in by the network and may pass stores that still stand behind copies in that queue. The arrival's own
+// release covers all memory there is, so it waits for the copies in flight and empties the rings; the fence here is a release of this
+// block's shared memory alone (PTX 8.6), after which a relaxed arrival is enough. Loads of other blocks' shared memory before an arrival
+// have come back by then, because every thread has used what it loaded.
 template <int CL>
 __device__ __forceinline__ void cluster_arrive() {
 #if KD_CLUSTERS
   if constexpr (CL > 1) {
-    __threadfence_block();
+#if __CUDACC_VER_MAJOR__ * 100 + __CUDACC_VER_MINOR__ >= 1208
+    asm volatile("fence.release.sync_restrict::shared::cta.cluster;" ::: "memory");
     __syncwarp();
     asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+#else
+    __syncwarp();
+    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+#endif
   }
 #endif
 }
@@ -166,9 +178,6 @@ __device__ __forceinline__ float load_cluster4(uint32_t at, int rank) {
   return v;
 }
 
-// First unit of segment s of K cut into `units`.
-__device__ __forceinline__ int segment_begin(int s, int units) { return s * units / kSegments; }
-
 // Where a warp's copies come from: its lane's places in the units of one tile's segment.
 struct TileSource {
   const uint8_t* weights;  // row lane/4 of the tile, 16-byte piece lane%4 of its unit
@@ -185,12 +194,12 @@ __device__ __forceinline__ TileSource tile_source(const void* data, const uint16
   const int piece = KIND == WeightKind::kInt4 ? k_begin / 32 : k_begin / 8;
   const int row = min(tile * kTileRows + lane / 4, n - 1), below = min(tile * kTileRows + lane / 4 + 8, n - 1);
   TileSource s;
-  s.weights = static_cast<const uint8_t*>(data) + ((first + row) * pieces + piece + lane % 4) * 16;
+  s.weights = static_cast<const uint8_t*>(data) + byte_at(first, row, pieces, piece + lane % 4, 16);
   s.eight_rows = static_cast<uint32_t>(below - row) * pieces * 16;
   s.scales = nullptr;
   if (KIND == WeightKind::kInt4) {
-    const size_t r = first + min(tile * kTileRows + lane % kTileRows, n - 1);
-    s.scales = reinterpret_cast<const uint8_t*>(scale + r * pieces + piece);
+    const int r = min(tile * kTileRows + lane % kTileRows, n - 1);
+    s.scales = reinterpret_cast<const uint8_t*>(scale) + byte_at(first, r, pieces, piece, sizeof *scale);
   }
   s.left = pieces - piece - lane % 4;
   return s;

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from engine import create
-from harness.bench import k26, step, work
+from harness.bench import k26, ranks, step, work
 from harness.bench.ceilings import Ceilings
 from harness.bundles import ensure
 from refs import kdtr
@@ -66,3 +67,14 @@ def test_a_small_one_is_written_loaded_and_timed(tmp_path: Path) -> None:
     assert found[0].forwards == k26.TOKENS
     assert found[1].rows > 3, "trees are full but for the last tokens"
     assert found[1].bytes > found[0].bytes
+
+
+def test_widths_are_held_to_each_others_bits(tmp_path: Path) -> None:
+    """A file without f32 matrices is enough; AR and trees of one engine agree, and what does not is said to differ."""
+    path = tmp_path / "small.kdtr"
+    ranks.write(path, k26.model(**SMALL), lambda text: None, f32=False)
+    kept: dict[str, Any] = {}
+    arguments = ("one", create("cpu"), path, "int4-bf16", [1, 4], kept, True)
+    assert [(line["M"], line["equal"]) for line in ranks.measure(*arguments)] == [(1, True), (4, True)]
+    kept["int4-bf16"] = kept["int4-bf16"] ^ np.uint32(1)
+    assert [line["equal"] for line in ranks.measure(*arguments)] == [False, False]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 
 from engine.library import library
@@ -44,3 +46,62 @@ def test_everything_else_is_for_the_generic_kernel() -> None:
     assert plan("linear", 7168, 1, shared=16384) == "generic", "no room"
     with pytest.raises(RuntimeError, match="product is not linear"):
         plan("router", 7168, 1)
+
+
+K26_SIZES = [1536, 2048, 7168, 8192, 16384, 18432]
+EXPERTS, INNER, DIM, TOP_K = 384, 2048, 7168, 8
+
+
+@pytest.mark.parametrize("granule", [32, 128])
+@pytest.mark.parametrize("cluster", [1, 2, 4, 8])
+def test_segments_are_all_of_k_and_fit_what_a_block_stages(granule: int, cluster: int) -> None:
+    """In order, each element once, in whole granules but for the last; a block's ones in the room it has for them."""
+    for k in [*range(8, 600, 8), *K26_SIZES]:
+        *begins, room = library("cpu").product_segments(k, granule, cluster)
+        assert begins[0] == 0
+        assert k <= begins[8] < k + granule
+        assert all(b % granule == 0 and a <= b for a, b in pairwise(begins))
+        segments = 8 // cluster
+        held = [begins[(rank + 1) * segments] - begins[rank * segments] for rank in range(cluster)]
+        assert max(held) <= room
+
+
+def _items(n: int, shared_n: int, k: int, outputs: int, rows: int, distinct: int, turn: int) -> tuple[int, ...]:
+    """shared, shared_cost, count, cost of a launch, as the kernel forms them for INT4 experts."""
+    return -(-shared_n // outputs), 32 * k * -(-rows // turn), distinct * -(-n // outputs), 9 * k
+
+
+@pytest.mark.parametrize("down", [False, True])
+@pytest.mark.parametrize("clusters", [1, 2, 15, 16, 30, 32, 33, 66, 132, 264])
+def test_every_item_of_the_experts_is_one_clusters(clusters: int, down: bool) -> None:
+    """At K2.6's sizes, whole and as one of two ranks: none lost, none twice, and nobody reads much more than others."""
+    for rows in (1, 2, 8, 9, 16, 17, 64):
+        mt, nt, cl, warps = map(int, plan("down" if down else "gate_up", INNER if down else DIM, rows).split()[:4])
+        weight_rows = mt * (warps * cl // 8) * 16
+        outputs = weight_rows if down else weight_rows // 2
+        n, k = (DIM, INNER) if down else (INNER, DIM)
+        for ranks, shared_n in ((1, n), (2, n // 2), (1, 0)):
+            for distinct in {1, TOP_K, min(EXPERTS, rows * TOP_K), EXPERTS}:
+                given = _items(n // ranks, shared_n, k, outputs, rows, distinct, nt * 8)
+                begins = library("cpu").expert_shares(clusters, *given)
+                shared, shared_cost, count, cost = given
+                assert (begins[0], begins[-1]) == (0, count)
+                assert begins == sorted(begins)
+                work = [
+                    len(range(c, shared, clusters)) * shared_cost + (begins[c + 1] - begins[c]) * cost
+                    for c in range(clusters)
+                ]
+                mean = sum(work) / clusters
+                assert max(work) <= mean + max(shared_cost if shared else 0, cost) + cost, (rows, given)
+
+
+@pytest.mark.parametrize(("group", "size"), [(32, 16), (32, 2), (8, 16)], ids=["nibbles", "scales", "bf16"])
+def test_places_in_the_experts_of_k26(group: int, size: int) -> None:
+    """Beyond 32 bits for weights; the last row's last group ends where the tensor does."""
+    for n, k in ((INNER, DIM), (DIM, INNER)):
+        groups = k // group
+        whole = EXPERTS * n * groups * size
+        for expert in (0, 1, 189, 190, EXPERTS - 1):
+            for row in (0, 15, n - 1):
+                found = library("cpu").weight_byte(expert * n, row, groups, groups - 1, size)
+                assert found == whole - ((EXPERTS - 1 - expert) * n + n - 1 - row) * groups * size - size
