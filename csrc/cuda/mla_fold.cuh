@@ -6,9 +6,6 @@
 namespace kdtree {
 namespace cuda {
 
-constexpr int kPartHeads = 64;   // heads of a unit
-constexpr int kPartRank = 512;
-
 // What attention leaves of every (split, row, 64 heads): sums of weights times latents around the split's greatest score, and for the
 // split's even and odd chunks the greatest score so far (times scale * log2(e)) and the sum of weights around it. The later of the two
 // is the split's.

@@ -20,7 +20,6 @@ __device__ const bool has_wgmma =
 #endif
 
 constexpr int kFoldThreads = 128;
-constexpr size_t kMostParts = 256u << 20;  // bytes of splits that a launch may leave; a step of more rows is taken a part at a time
 
 // o_lat of a head: four columns a thread.
 __global__ __launch_bounds__(kFoldThreads) void fold_kernel(const __grid_constant__ MlaParts p, __nv_bfloat16* o_lat, int heads) {
@@ -37,14 +36,6 @@ __global__ __launch_bounds__(kFoldThreads) void fold_kernel(const __grid_constan
   out[0] = low, out[1] = high;
 }
 
-int head_blocks_of(const MlaDims& d) { return (d.heads + kPartHeads - 1) / kPartHeads; }
-size_t row_bytes(const MlaDims& d, int splits) {
-  return static_cast<size_t>(splits) * head_blocks_of(d) * kPartHeads * (kPartRank * sizeof(float) + 2 * sizeof(float2));
-}
-int rows_a_launch(const MlaDims& d, int max_rows, int splits) {
-  return std::max(1, std::min<int>(max_rows, static_cast<int>(kMostParts / row_bytes(d, splits))));
-}
-
 }  // namespace
 
 bool CudaBackend::finds_wgmma() {
@@ -54,21 +45,20 @@ bool CudaBackend::finds_wgmma() {
 }
 
 bool CudaBackend::one_launch(const MlaAttentionArgs& a) const {
-  return rows_a_launch(a.dims, a.rows.max_rows, splits_bound(a.max_keys)) >= a.rows.max_rows;
+  return rows_a_launch(a.dims.heads, a.rows.max_rows, splits_bound(a.max_keys)) >= a.rows.max_rows;
 }
 
 size_t CudaBackend::hopper_scratch(const MlaDims& d, int max_rows, int max_keys) const {
-  const int splits = splits_bound(max_keys);
-  return row_bytes(d, splits) * static_cast<size_t>(rows_a_launch(d, max_rows, splits));
+  return parts_scratch(d.heads, max_rows, max_keys);
 }
 
 void CudaBackend::launch_hopper(const MlaAttentionArgs& a, const std::function<void(const MlaParts&)>& then) {
-  const int rows = a.rows.max_rows, splits = splits_bound(a.max_keys), part = rows_a_launch(a.dims, rows, splits);
+  const int rows = a.rows.max_rows, splits = splits_bound(a.max_keys), part = rows_a_launch(a.dims.heads, rows, splits);
   for (int first = 0; first < rows; first += part) {
     HopperParams p{};
     p.parts.first_row = first;
     p.parts.rows = std::min(part, rows - first);
-    p.parts.head_blocks = head_blocks_of(a.dims);
+    p.parts.head_blocks = head_blocks_of(a.dims.heads);
     const size_t units = static_cast<size_t>(splits) * p.parts.rows * p.parts.head_blocks;
     p.parts.sums = static_cast<float*>(a.scratch);
     p.parts.norms = reinterpret_cast<float2*>(p.parts.sums + units * kPartHeads * kPartRank);

@@ -39,6 +39,26 @@ constexpr int splits_bound(int max_keys) {
   return max_keys < 2560 || most > 20 ? most : 20;
 }
 
+constexpr int kPartHeads = 64;  // heads of a unit of attention
+constexpr int kPartRank = 512;
+constexpr size_t kMostParts = 256u << 20;  // bytes of splits that a launch may leave; a step of more rows is taken a part at a time
+
+constexpr int head_blocks_of(int heads) { return (heads + kPartHeads - 1) / kPartHeads; }
+// Bytes that a row's splits take: sums, and for even and odd chunks the greatest score and the sum of weights.
+constexpr size_t part_bytes(int heads, int splits) {
+  return static_cast<size_t>(splits) * static_cast<size_t>(head_blocks_of(heads)) * kPartHeads * (kPartRank + 2 * 2) * sizeof(float);
+}
+constexpr int rows_a_launch(int heads, int rows, int splits) {
+  const size_t most = kMostParts / part_bytes(heads, splits);
+  return most < 1 ? 1 : most < static_cast<size_t>(rows) ? static_cast<int>(most) : rows;
+}
+// Enough for every launch of up to so many rows that see up to so many keys. One of fewer splits may have more rows and come nearer to
+// kMostParts than the one of all.
+constexpr size_t parts_scratch(int heads, int max_rows, int max_keys) {
+  const size_t row = part_bytes(heads, splits_bound(max_keys)), all = row * static_cast<size_t>(max_rows);
+  return all <= kMostParts ? all : row < kMostParts ? kMostParts : row;
+}
+
 // Attention: 64 heads are the rows of Hopper's matrix instruction, rank and rope fill its shared memory.
 constexpr bool attends_on_hopper(const MlaDims& d, bool wgmma) {
   return wgmma && d.numerics == Numerics::kBf16 && d.rank == 512 && d.rope == 64;

@@ -197,6 +197,17 @@ struct ValueShared {
   float weight[kTileM][kMaxSplits];
 };
 
+// The other block may not be touched before it runs: arrive first thing, wait before that.
+__device__ __forceinline__ void cluster_start() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void cluster_started() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.wait;" ::: "memory");
+#endif
+}
 __device__ __forceinline__ void cluster_barrier() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
@@ -218,6 +229,7 @@ __global__ __launch_bounds__(kValueThreads, 1) void value_kernel(const __grid_co
 #if __CUDA_ARCH__ >= 900
   extern __shared__ __align__(16) unsigned char raw[];
   ValueShared& s = *reinterpret_cast<ValueShared*>(raw);
+  cluster_start();
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
   const int rank = p.dims.rank, heads = p.dims.heads, head = blockIdx.x / 2, half = blockIdx.x % 2, column = half * kValueColumns;
   const __nv_bfloat16* w =
@@ -228,6 +240,7 @@ __global__ __launch_bounds__(kValueThreads, 1) void value_kernel(const __grid_co
     fetch16(shared_of(&s.weights[v][piece]), w + static_cast<size_t>(v) * rank + piece);
   }
   wait_for_previous();
+  cluster_started();
   const int n_rows = active_rows(p.n_rows, p.max_rows);
   const uint32_t at_x = shared_of(&s.x[lane % 16][lane / 16 * 8]);
   const uint32_t at_w = shared_of(&s.weights[warp * 16 + lane / 16 * 8 + lane % 8][lane % 16 / 8 * 8]);

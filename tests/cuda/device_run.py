@@ -49,6 +49,8 @@ class Stage:
 
 
 TENSOR = {"KDTREE_CUDA_TENSOR": "1"}
+K26_STEP = "tests/cuda/test_step_k26.py"
+"""Asks for tensor cores itself, and fills the GPU: alone."""
 SCALE = ("k26_slice", "k26_layer", "k26_bf16", "stated")
 
 
@@ -58,6 +60,7 @@ def stages(out: Path, scratch: Path) -> dict[str, Stage]:
     # Relative paths, so that the ledger's command names no folder of this machine.
     pytest = [*module, "pytest", "-q", "-p", "no:benchmark", "-p", "no:cacheprovider"]
     harness = [*module, "harness"]
+    operations = ["tests/cuda", "--ignore", K26_STEP]
 
     def matrix(name: str, *options: str) -> list[str]:
         folder = ["--run-dir", str(scratch / name)]
@@ -70,7 +73,8 @@ def stages(out: Path, scratch: Path) -> dict[str, Stage]:
         return [*harness, "bench", "ops", "step", "--device", "cuda", "--k26", "384", "--json", str(out / "bench.json")]
 
     def ranks() -> list[str]:
-        return [*module, "harness.bench.ranks", "--file", str(scratch / "k26.kdtr"), "--json", str(out / "ranks.json")]
+        file = ["--file", str(scratch / "k26.kdtr"), "--json", str(out / "ranks.json")]
+        return [*module, "harness.bench.ranks", "--ranks", "2", *file]
 
     return {
         "environment": Stage([*harness, "doctor"], 60),
@@ -78,9 +82,10 @@ def stages(out: Path, scratch: Path) -> dict[str, Stage]:
         "build": Stage([*harness, "build", "--device", "cuda"], 240),
         "build-cpu": Stage([*harness, "build", "--device", "cpu"], 240),
         "scale-bundles": Stage([*harness, "bundles", *SCALE], 520),
-        "tests": Stage([*pytest, "tests/cuda", "-n", "8"], 200),
+        "tests": Stage([*pytest, *operations, "-n", "8"], 200),
+        "step-tensor": Stage([*pytest, K26_STEP, "-n", "0"], 300),
         "engine": Stage([*pytest, "tests/engine", "-n", "8", "-k", "cuda"], 200),
-        "tests-tensor": Stage([*pytest, "tests/cuda", "tests/engine", "-n", "8", "-k", "cuda"], 300, TENSOR),
+        "tests-tensor": Stage([*pytest, *operations, "tests/engine", "-n", "8", "-k", "cuda"], 300, TENSOR),
         "bundles": Stage([*harness, "bundles"], 240),
         "matrix": Stage(matrix("matrix", "-n", "6"), 400),
         "matrix-tensor": Stage(matrix("matrix-tensor", "-n", "6", "-k", "bf16"), 300, TENSOR),

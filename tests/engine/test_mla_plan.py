@@ -17,6 +17,23 @@ int main(int argc, char** argv) {
   for (int keys; std::scanf("%d", &keys) == 1;) {
     std::printf("%d %d %d\\n", kdtree::split_chunks(keys), kdtree::splits_of(keys), kdtree::splits_bound(keys));
   }
+  // Launches whose splits take more than the scratch of a session that has room for their rows and keys.
+  int past = 0, near = 0;
+  for (int heads : {1, 5, 32, 64, 128}) {
+    for (int max_rows : {1, 65, 100, 128, 1000, 4096}) {
+      for (int max_keys : {64, 2560, 40960, 131072, 262144, 262145}) {
+        const size_t room = kdtree::parts_scratch(heads, max_rows, max_keys);
+        for (int keys : {1, 64, 1024, 2560, 4096, 32768, 40960, 131072, 262144, 262145}) {
+          const int splits = kdtree::splits_bound(keys);
+          for (int rows = 1; rows <= max_rows && keys <= max_keys; ++rows) {
+            const size_t taken = kdtree::part_bytes(heads, splits) * kdtree::rows_a_launch(heads, rows, splits);
+            past += taken > room, near += taken > kdtree::kMostParts;
+          }
+        }
+      }
+    }
+  }
+  std::printf("%d %d\\n", past, near);
   const kdtree::Numerics kinds[] = {kdtree::Numerics::kF32, kdtree::Numerics::kBf16};
   for (auto kind : kinds) {
     for (int rank : {64, 512}) {
@@ -63,6 +80,11 @@ def test_lengths_for_one_row_and_for_many(output: list[str]) -> None:
     assert [cut[keys][:2] for keys in (1024, 2560, 2561)] == [(2, 8), (2, 20), (4, 11)]
     assert [cut[keys][:2] for keys in (4096, 32768, 131072)] == [(4, 16), (32, 16), (64, 32)]
     assert [cut[keys][:2] for keys in (262144, 262145)] == [(64, 64), (128, 33)]
+
+
+def test_splits_fit_the_scratch_of_every_larger_session(output: list[str]) -> None:
+    """Whatever the widths and lengths of a session's steps; and no launch leaves more than it should."""
+    assert output[len(LENGTHS)] == "0 0"
 
 
 def test_kernels_by_shape(output: list[str]) -> None:
