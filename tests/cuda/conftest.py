@@ -8,6 +8,7 @@ from harness.environment import survey
 
 NEED_A_GPU = [
     "test_rows.py", "test_mla_k26.py", "test_products.py", "test_step_k26.py", "test_decoding.py", "test_backend.py",
+    "test_cluster.py",
 ]  # fmt: skip
 NEED_TWO = ["test_ranks.py"]
 
