@@ -16,7 +16,7 @@ Packed::Packed(const Kernels& k, const Weight& w, Numerics numerics, float* scra
 
 const void* Packed::normed(float* x, int at) {
   if (!bf16_) return held(x, at);
-  float* place = scratch_ + static_cast<size_t>(at) * int4_groups(width_) * kGroup;
+  float* place = scratch_ + static_cast<size_t>(at) * packed_floats(width_);
   if (int4_) {
     round_bf16(x, static_cast<size_t>(width_));
     k_.pack_int4(place, x, width_);
@@ -28,7 +28,7 @@ const void* Packed::normed(float* x, int at) {
 
 const void* Packed::held(const void* x, int at) {
   if (!int4_) return x;
-  float* place = scratch_ + static_cast<size_t>(at) * int4_groups(width_) * kGroup;
+  float* place = scratch_ + static_cast<size_t>(at) * packed_floats(width_);
   if (bf16_) {
     k_.pack_int4_bf16(place, static_cast<const uint16_t*>(x), width_);
   } else {
@@ -66,19 +66,21 @@ void store_held(const Kernels& k, void* out, size_t at, const float* x, int n, N
 }
 
 size_t CpuBackend::linear_scratch(int, int k, int max_rows) const {
-  // The normed rows, the packed rows, and a pointer to each row of either.
-  return static_cast<size_t>(max_rows) * (sizeof(float) * (k + int4_groups(k) * kGroup) + sizeof(float*)) + 64;
+  // The packed rows, the normed rows, and a pointer to each row of either.
+  return static_cast<size_t>(max_rows) * (sizeof(float) * 2 * packed_floats(k) + sizeof(float*));
 }
 
 void CpuBackend::linear(const LinearArgs& a) {
   const int m = active_rows(a.n_rows, a.max_rows), k = a.w[0].k;
-  auto** x = static_cast<const void**>(a.scratch);
-  float* normed = reinterpret_cast<float*>(x + a.max_rows);
-  Packed packed(k_, a.w[0], a.numerics, normed + static_cast<size_t>(a.max_rows) * k);
+  const size_t width = packed_floats(k);
+  auto* scratch = static_cast<float*>(a.scratch);
+  Packed packed(k_, a.w[0], a.numerics, scratch);
+  float* normed = scratch + a.max_rows * width;
+  auto** x = reinterpret_cast<const void**>(normed + a.max_rows * width);
   for (int i = 0; i < m; ++i) {
     const size_t at = static_cast<size_t>(i) * a.ldx;
     if (a.norm_w != nullptr) {
-      float* out = normed + static_cast<size_t>(i) * k;
+      float* out = normed + i * width;
       norm_row(out, static_cast<const float*>(a.x) + at, a.norm_w, a.eps, k);
       x[i] = packed.normed(out, i);
     } else {

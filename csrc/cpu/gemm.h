@@ -10,12 +10,14 @@ constexpr int kBlock = 64;  // rows a strip handles at a time, so that its resul
 
 inline int int4_groups(int k) { return (k + kGroup - 1) / kGroup; }
 
+inline size_t packed_floats(int k) { return static_cast<size_t>((k + kUnit - 1) / kUnit) * kUnit; }  // of a row
+
 inline size_t held_bytes(Numerics numerics) { return numerics == Numerics::kBf16 ? sizeof(uint16_t) : sizeof(float); }
 
 // Rows as the kernel of a weight wants them: f32 or bf16 as they are, packed into scratch for INT4.
 class Packed {
  public:
-  // scratch: int4_groups(w.k) * kGroup floats a row.
+  // scratch: packed_floats(w.k) a row, from a multiple of 64 bytes.
   Packed(const Kernels& k, const Weight& w, Numerics numerics, float* scratch);
   const void* normed(float* x, int at);      // x fresh from a norm, which may change it; `at` numbers the row's place in the scratch
   const void* held(const void* x, int at);   // x as an operation stored it for products

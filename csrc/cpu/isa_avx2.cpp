@@ -22,7 +22,7 @@
 namespace kdtree::cpu::avx2 {
 namespace {
 
-constexpr int kMr = 3, kNr = 2, kMrInt4 = 3, kNrInt4 = 1, kNrInt4One = 2, kMrSum = 4;  // within 16 registers of 8 lanes
+constexpr int kMr = 3, kNr = 2, kMrInt4 = 2, kNrInt4 = 1, kNrInt4One = 2, kMrSum = 4;  // within 16 registers of 8 lanes
 
 struct V {
   __m256 lo, hi;
@@ -38,21 +38,37 @@ struct V {
     _mm256_storeu_ps(p, lo);
     _mm256_storeu_ps(p + 8, hi);
   }
-  static KDTREE_INLINE __m256 widen(__m128i bytes) {
-    return _mm256_cvtepi32_ps(_mm256_sub_epi32(_mm256_cvtepu8_epi32(bytes), _mm256_set1_epi32(8)));
-  }
-  static KDTREE_INLINE void nibbles(const uint8_t* p, V& even, V& odd) {
-    const __m128i mask = _mm_set1_epi8(15);
-    const __m128i b = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
-    const __m128i e = _mm_and_si128(b, mask), o = _mm_and_si128(_mm_srli_epi16(b, 4), mask);
-    even = {widen(e), widen(_mm_srli_si128(e, 8))};
-    odd = {widen(o), widen(_mm_srli_si128(o, 8))};
+  struct Words;
+  static KDTREE_INLINE V scales(const uint16_t* p) {  // four bf16, each for four lanes
+    int64_t bits;
+    std::memcpy(&bits, p, sizeof bits);
+    const int a = 0x01008080, b = 0x03028080, c = 0x05048080, d = 0x07068080;  // bytes of the result; 80 is a zero
+    const __m256i four = _mm256_set1_epi64x(bits);
+    return {_mm256_castsi256_ps(_mm256_shuffle_epi8(four, _mm256_setr_epi32(a, a, a, a, b, b, b, b))),
+            _mm256_castsi256_ps(_mm256_shuffle_epi8(four, _mm256_setr_epi32(c, c, c, c, d, d, d, d)))};
   }
   static KDTREE_INLINE __m256 power(__m256 t) {
     const __m256i n = _mm256_add_epi32(_mm256_castps_si256(t), _mm256_set1_epi32(127 - 0x4B400000));
     return _mm256_castsi256_ps(_mm256_slli_epi32(n, 23));
   }
   static KDTREE_INLINE V power_of_two(V t) { return {power(t.lo), power(t.hi)}; }
+};
+// 16 words of 8 nibbles.
+struct V::Words {
+  __m256i lo, hi;
+  static KDTREE_INLINE Words load(const uint8_t* p) {
+    return {_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)), _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + 32))};
+  }
+  // Nibble S less 8: put into the mantissa of a float whose unit is its place, from which the rest is subtracted; both are exact.
+  template <int S>
+  static KDTREE_INLINE __m256 nibble(__m256i w) {
+    constexpr int at = S % 5 * 4;
+    if (S >= 5) w = _mm256_srli_epi32(w, 20);
+    w = _mm256_or_si256(_mm256_and_si256(w, _mm256_set1_epi32(15 << at)), _mm256_set1_epi32((127 + 23 - at) << 23));
+    return _mm256_sub_ps(_mm256_castsi256_ps(w), _mm256_set1_ps(static_cast<float>((1 << (23 - at)) + 8)));
+  }
+  template <int S>
+  KDTREE_INLINE V at() const { return {nibble<S>(lo), nibble<S>(hi)}; }
 };
 inline KDTREE_INLINE V add(V a, V b) { return {_mm256_add_ps(a.lo, b.lo), _mm256_add_ps(a.hi, b.hi)}; }
 inline KDTREE_INLINE V sub(V a, V b) { return {_mm256_sub_ps(a.lo, b.lo), _mm256_sub_ps(a.hi, b.hi)}; }
@@ -62,7 +78,16 @@ inline KDTREE_INLINE V max(V a, V b) { return {_mm256_max_ps(a.lo, b.lo), _mm256
 inline KDTREE_INLINE V min(V a, V b) { return {_mm256_min_ps(a.lo, b.lo), _mm256_min_ps(a.hi, b.hi)}; }
 inline KDTREE_INLINE V fma(V a, V b, V c) { return {_mm256_fmadd_ps(a.lo, b.lo, c.lo), _mm256_fmadd_ps(a.hi, b.hi, c.hi)}; }
 
+inline KDTREE_INLINE float tree_sum(V v) {
+  const __m256 eight = _mm256_add_ps(v.lo, v.hi);
+  const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+}
+
 #include "lanes.h"
+
+#include "int4_body.h"
 
 #include "kernels_body.h"
 

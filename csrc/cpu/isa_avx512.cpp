@@ -34,16 +34,27 @@ struct V {
     return {_mm512_castsi512_ps(_mm512_slli_epi32(wide, 16))};
   }
   KDTREE_INLINE void store(float* p) const { _mm512_storeu_ps(p, v); }
-  static KDTREE_INLINE void nibbles(const uint8_t* p, V& even, V& odd) {
-    const __m512 values = _mm512_setr_ps(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7);
-    // The permutation reads the low four bits of each lane, so the even elements need no mask.
-    const __m512i b = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
-    even = {_mm512_permutexvar_ps(b, values)};
-    odd = {_mm512_permutexvar_ps(_mm512_srli_epi32(b, 4), values)};
+  struct Words;
+  static KDTREE_INLINE V scales(const uint16_t* p) {  // four bf16, each for four lanes
+    int64_t bits;
+    std::memcpy(&bits, p, sizeof bits);
+    const int a = 0x01008080, b = 0x03028080, c = 0x05048080, d = 0x07068080;  // bytes of the result; 80 is a zero
+    const __m512i from = _mm512_setr_epi32(a, a, a, a, b, b, b, b, c, c, c, c, d, d, d, d);
+    return {_mm512_castsi512_ps(_mm512_shuffle_epi8(_mm512_set1_epi64(bits), from))};
   }
   static KDTREE_INLINE V power_of_two(V t) {
     const __m512i n = _mm512_add_epi32(_mm512_castps_si512(t.v), _mm512_set1_epi32(127 - 0x4B400000));
     return {_mm512_castsi512_ps(_mm512_slli_epi32(n, 23))};
+  }
+};
+// 16 words of 8 nibbles.
+struct V::Words {
+  __m512i w;
+  static KDTREE_INLINE Words load(const uint8_t* p) { return {_mm512_loadu_si512(p)}; }
+  template <int S>
+  KDTREE_INLINE V at() const {  // nibble S of each, less 8
+    const __m512 values = _mm512_setr_ps(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7);
+    return {_mm512_permutexvar_ps(S == 0 ? w : _mm512_srli_epi32(w, 4 * S), values)};  // reads the low four bits of each lane
   }
 };
 inline KDTREE_INLINE V add(V a, V b) { return {_mm512_add_ps(a.v, b.v)}; }
@@ -54,7 +65,16 @@ inline KDTREE_INLINE V max(V a, V b) { return {_mm512_max_ps(a.v, b.v)}; }
 inline KDTREE_INLINE V min(V a, V b) { return {_mm512_min_ps(a.v, b.v)}; }
 inline KDTREE_INLINE V fma(V a, V b, V c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
 
+inline KDTREE_INLINE float tree_sum(V v) {
+  const __m256 eight = _mm256_add_ps(_mm512_castps512_ps256(v.v), _mm512_extractf32x8_ps(v.v, 1));
+  const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+}
+
 #include "lanes.h"
+
+#include "int4_body.h"
 
 #include "kernels_body.h"
 

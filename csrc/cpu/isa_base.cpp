@@ -40,18 +40,10 @@ struct V {
   void store(float* p) const {
     for (int i = 0; i < 4; ++i) vst1q_f32(p + 4 * i, q[i]);
   }
-  static void nibbles(const uint8_t* p, V& even, V& odd) {
-    const uint8x16_t b = vld1q_u8(p);
-    widen(vandq_u8(b, vdupq_n_u8(15)), even);
-    widen(vshrq_n_u8(b, 4), odd);
-  }
-  static void widen(uint8x16_t b, V& out) {
-    const int8x16_t s = vsubq_s8(vreinterpretq_s8_u8(b), vdupq_n_s8(8));
-    const int16x8_t lo = vmovl_s8(vget_low_s8(s)), hi = vmovl_s8(vget_high_s8(s));
-    out.q[0] = vcvtq_f32_s32(vmovl_s16(vget_low_s16(lo)));
-    out.q[1] = vcvtq_f32_s32(vmovl_s16(vget_high_s16(lo)));
-    out.q[2] = vcvtq_f32_s32(vmovl_s16(vget_low_s16(hi)));
-    out.q[3] = vcvtq_f32_s32(vmovl_s16(vget_high_s16(hi)));
+  struct Words;
+  static V scales(const uint16_t* p) {  // four bf16, each for four lanes
+    const float32x4_t s = vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(p), 16));
+    return {{vdupq_laneq_f32(s, 0), vdupq_laneq_f32(s, 1), vdupq_laneq_f32(s, 2), vdupq_laneq_f32(s, 3)}};
   }
   static V power_of_two(V t) {
     V r;
@@ -62,6 +54,32 @@ struct V {
     return r;
   }
 };
+// 16 words of 8 nibbles.
+struct V::Words {
+  uint32x4_t w[4];
+  static Words load(const uint8_t* p) {
+    Words r;
+    for (int i = 0; i < 4; ++i) r.w[i] = vreinterpretq_u32_u8(vld1q_u8(p + 16 * i));
+    return r;
+  }
+  // Nibble S less 8: put into the mantissa of a float whose unit is its place, from which the rest is subtracted; both are exact.
+  template <int S>
+  V at() const {
+    constexpr int at = S % 5 * 4;
+    V r;
+    for (int i = 0; i < 4; ++i) {
+      const uint32x4_t from = S < 5 ? w[i] : vshrq_n_u32(w[i], 20);
+      const uint32x4_t wide = vbslq_u32(vdupq_n_u32(15u << at), from, vdupq_n_u32((127u + 23 - at) << 23));
+      r.q[i] = vsubq_f32(vreinterpretq_f32_u32(wide), vdupq_n_f32(static_cast<float>((1 << (23 - at)) + 8)));
+    }
+    return r;
+  }
+};
+inline float tree_sum(V v) {
+  const float32x4_t four = vaddq_f32(vaddq_f32(v.q[0], v.q[2]), vaddq_f32(v.q[1], v.q[3]));
+  const float32x2_t two = vadd_f32(vget_low_f32(four), vget_high_f32(four));
+  return vget_lane_f32(two, 0) + vget_lane_f32(two, 1);
+}
 #define KDTREE_LANES(name, a_, b_, expression)     \
   inline V name(V a_, V b_) {                      \
     V r;                                           \
@@ -104,11 +122,11 @@ struct V {
     return r;
   }
   void store(float* p) const { std::memcpy(p, v, sizeof v); }
-  static void nibbles(const uint8_t* p, V& even, V& odd) {
-    for (int i = 0; i < 16; ++i) {
-      even.v[i] = static_cast<float>((p[i] & 15) - 8);
-      odd.v[i] = static_cast<float>((p[i] >> 4) - 8);
-    }
+  struct Words;
+  static V scales(const uint16_t* p) {  // four bf16, each for four lanes
+    V r;
+    for (int i = 0; i < 16; ++i) r.v[i] = bf16_value(p[i / 4]);
+    return r;
   }
   static V power_of_two(V t) {
     V r;
@@ -121,6 +139,27 @@ struct V {
     return r;
   }
 };
+// 16 words of 8 nibbles.
+struct V::Words {
+  uint8_t b[64];
+  static Words load(const uint8_t* p) {
+    Words r;
+    std::memcpy(r.b, p, sizeof r.b);
+    return r;
+  }
+  template <int S>
+  V at() const {  // nibble S of each, less 8
+    V r;
+    for (int i = 0; i < 16; ++i) r.v[i] = static_cast<float>((b[4 * i + S / 2] >> S % 2 * 4 & 15) - 8);
+    return r;
+  }
+};
+inline float tree_sum(V v) {
+  for (int h = 8; h > 0; h /= 2) {
+    for (int t = 0; t < h; ++t) v.v[t] += v.v[t + h];
+  }
+  return v.v[0];
+}
 #define KDTREE_LANES(name, expression)              \
   inline V name(V a, V b) {                         \
     V r;                                            \
@@ -142,6 +181,8 @@ inline V fma(V a, V b, V c) {
 #endif
 
 #include "lanes.h"
+
+#include "int4_body.h"
 
 #include "kernels_body.h"
 

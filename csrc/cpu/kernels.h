@@ -2,8 +2,9 @@
 //
 // Guarantee: every table gives the same bits. A reduction over K runs in 16 f32 lanes (lane t adds the elements t, t+16, ... in
 // ascending order by fused multiply-add, a short tail counting as zeros) followed by the halving tree lane[t] += lane[t+h],
-// h = 8, 4, 2, 1; every other loop is elementwise in stated operations. So neither the instruction set nor the number of rows,
-// nor how rows and outputs are cut into tiles, shows in a result.
+// h = 8, 4, 2, 1. With INT4 weights lane t takes the elements 8t to 8t+7 of every 128: it adds up q*x in ascending order, then
+// adds the sum's product with their scale. Every other loop is elementwise in stated operations. So neither the instruction set
+// nor the number of rows, nor how rows and outputs are cut into tiles, shows in a result.
 #pragma once
 #include <cstdint>
 #include <string>
@@ -12,6 +13,7 @@ namespace kdtree::cpu {
 
 constexpr int kGroup = 32;       // weights that share a scale
 constexpr int kGroupBytes = 16;  // two nibbles a byte
+constexpr int kUnit = 128;       // weights that an INT4 product takes at a time: 16 words of 8
 
 struct Kernels {
   const char* isa;
@@ -22,11 +24,11 @@ struct Kernels {
   // As gemm_f32 with both sides bf16.
   void (*gemm_bf16)(const uint16_t* const* x, int m, const uint16_t* const* w, int n, int k, float* y, int ldy);
 
-  // As gemm_f32 with w[j] = q * scale, q the row's nibbles at q + j*16*groups, scale its bf16 at scale + j*groups. x[i] holds
-  // groups*32 floats, per group the even elements, then the odd ones (pack_int4), as the nibbles of a byte are laid out.
+  // As gemm_f32 with w[j] = q * scale, q the row's nibbles at q + j*16*groups, scale its bf16 at scale + j*groups. x[i] is
+  // as pack_int4 leaves it, best at a multiple of 64 bytes.
   void (*gemm_int4)(const float* const* x, int m, const uint8_t* q, const uint16_t* scale, int n, int groups, float* y, int ldy);
 
-  // out[groups*32] = x[k] padded with zeros, even and odd elements of each group parted.
+  // x[k] padded with zeros to whole units, in each of which out[16j + t] = x[8t + j], as nibble j of word t is laid out.
   void (*pack_int4)(float* out, const float* x, int k);
   void (*pack_int4_bf16)(float* out, const uint16_t* x, int k);
 

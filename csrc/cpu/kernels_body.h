@@ -3,11 +3,6 @@
 //
 // Bound by memory at one row (each weight is read once and used once); tiles of kMr rows by kNr outputs reuse it otherwise.
 
-inline float value_of(float x) { return x; }
-inline float value_of(uint16_t bits) { return bf16_value(bits); }
-
-constexpr int kAhead = 512;  // bytes; less leaves the memory waiting, twice as many are dropped from the cache again
-
 template <int Mr, int Nr, class T>
 inline __attribute__((always_inline)) void tile_plain(const T* const* x, const T* const* w, int k, float* y, int ldy) {
   V acc[Mr][Nr];
@@ -15,11 +10,13 @@ inline __attribute__((always_inline)) void tile_plain(const T* const* x, const T
     for (int j = 0; j < Nr; ++j) acc[i][j] = V::zero();
   }
   int p = 0;
+  constexpr int kFar = kAhead / static_cast<int>(sizeof(T));
+  const int64_t after = static_cast<int64_t>(Nr - 1) * k;  // past a row's end the next tile's is asked for, if it follows in memory
   for (; p + 16 <= k; p += 16) {
     V b[Nr];
     for (int j = 0; j < Nr; ++j) {
       b[j] = V::load(w[j] + p);
-      __builtin_prefetch(reinterpret_cast<const char*>(w[j] + p) + kAhead);
+      prefetch(w[j] + p + kFar + (p + kFar < k ? 0 : after));
     }
     for (int i = 0; i < Mr; ++i) {
       const V a = V::load(x[i] + p);
@@ -53,77 +50,6 @@ void gemm_plain(const T* const* x, int m, const T* const* w, int n, int k, float
   int j = 0;
   for (; j + kNr <= n; j += kNr) strip_plain<kNr>(x, m, w + j, k, y + j, ldy);
   for (; j < n; ++j) strip_plain<1>(x, m, w + j, k, y + j, ldy);
-}
-
-// Scales are widened sixteen at a time, so that the inner loop only broadcasts one from memory. Nibbles are asked for kAhead bytes
-// before they are needed; at the end of a row, those of the next tile's.
-template <int Mr, int Nr>
-inline __attribute__((always_inline)) void tile_int4(const float* const* x, const uint8_t* q, const uint16_t* scale, int groups,
-                                                     float* y, int ldy) {
-  V acc[Mr][Nr];
-  for (int i = 0; i < Mr; ++i) {
-    for (int j = 0; j < Nr; ++j) acc[i][j] = V::zero();
-  }
-  const int64_t row_bytes = static_cast<int64_t>(groups) * kGroupBytes;
-  float scales[Nr][16];
-  for (int first = 0; first < groups; first += 16) {
-    const int some = groups - first < 16 ? groups - first : 16;
-    for (int j = 0; j < Nr; ++j) {
-      const uint16_t* bits = scale + static_cast<int64_t>(j) * groups + first;
-      (some == 16 ? V::load(bits) : load_tail(bits, some)).store(scales[j]);
-    }
-    for (int t = 0; t < some; ++t) {
-      const int g = first + t;
-      for (int j = 0; j < Nr; ++j) {
-        const int64_t at = static_cast<int64_t>(g) * kGroupBytes, ahead = at + kAhead;
-        if (g % 4 == 0) __builtin_prefetch(q + j * row_bytes + ahead + (ahead < row_bytes ? 0 : (Nr - 1) * row_bytes));
-        V even, odd;
-        V::nibbles(q + j * row_bytes + at, even, odd);
-        const V s = V::set(scales[j][t]);
-        for (int i = 0; i < Mr; ++i) {
-          const V part = fma(V::load(x[i] + g * kGroup + 16), odd, mul(V::load(x[i] + g * kGroup), even));
-          acc[i][j] = fma(part, s, acc[i][j]);
-        }
-      }
-    }
-  }
-  for (int i = 0; i < Mr; ++i) {
-    for (int j = 0; j < Nr; ++j) y[i * ldy + j] = tree_sum(acc[i][j]);
-  }
-}
-
-template <int Nr>
-inline __attribute__((always_inline)) void strip_int4(const float* const* x, int m, const uint8_t* q, const uint16_t* scale,
-                                                      int groups, float* y, int ldy) {
-  int i = 0;
-  for (; i + kMrInt4 <= m; i += kMrInt4) tile_int4<kMrInt4, Nr>(x + i, q, scale, groups, y + i * ldy, ldy);
-  for (; kMrInt4 > 2 && i + 2 <= m; i += 2) tile_int4<2, Nr>(x + i, q, scale, groups, y + i * ldy, ldy);
-  for (; i < m; ++i) tile_int4<1, Nr>(x + i, q, scale, groups, y + i * ldy, ldy);
-}
-
-void gemm_int4(const float* const* x, int m, const uint8_t* q, const uint16_t* scale, int n, int groups, float* y, int ldy) {
-  const int64_t row_bytes = static_cast<int64_t>(groups) * kGroupBytes;
-  const auto q_of = [&](int j) { return q + j * row_bytes; };
-  const auto scale_of = [&](int j) { return scale + static_cast<int64_t>(j) * groups; };
-  int j = 0;
-  // One row leaves registers for more outputs, and more streams of weights keep the memory busy.
-  for (; m == 1 && j + kNrInt4One <= n; j += kNrInt4One) {
-    tile_int4<1, kNrInt4One>(x, q_of(j), scale_of(j), groups, y + j, ldy);
-  }
-  for (; j + kNrInt4 <= n; j += kNrInt4) strip_int4<kNrInt4>(x, m, q_of(j), scale_of(j), groups, y + j, ldy);
-  for (; j < n; ++j) strip_int4<1>(x, m, q_of(j), scale_of(j), groups, y + j, ldy);
-}
-
-template <class T>
-void pack_groups(float* out, const T* x, int k) {
-  const int groups = (k + kGroup - 1) / kGroup;
-  for (int g = 0; g < groups; ++g) {
-    for (int j = 0; j < 16; ++j) {
-      const int even = g * kGroup + 2 * j;
-      out[g * kGroup + j] = even < k ? value_of(x[even]) : 0.0f;
-      out[g * kGroup + 16 + j] = even + 1 < k ? value_of(x[even + 1]) : 0.0f;
-    }
-  }
 }
 
 template <int Mr, class T>
@@ -286,8 +212,8 @@ const Kernels table = {KDTREE_ISA_NAME,
                        gemm_plain<float>,
                        gemm_plain<uint16_t>,
                        gemm_int4,
-                       pack_groups<float>,
-                       pack_groups<uint16_t>,
+                       pack_units<float>,
+                       pack_units<uint16_t>,
                        weighted_rows<float>,
                        weighted_rows<uint16_t>,
                        sum_squares,

@@ -1,4 +1,11 @@
-// Loads and stores of fewer than 16 lanes, and the halving tree, for any V (see kernels_body.h).
+// What products share: loads and stores of fewer than 16 lanes for any V (see kernels_body.h), and asking for memory ahead.
+
+inline float value_of(float x) { return x; }
+inline float value_of(uint16_t bits) { return bf16_value(bits); }
+
+// Into the second cache: the first would drop what is asked for this early, and a page's first line may take a walk of its own.
+constexpr int kAhead = 4096;  // bytes
+inline KDTREE_INLINE void prefetch(const void* p) { __builtin_prefetch(p, 0, 2); }
 
 inline V load_tail(const float* p, int lanes) {
   float padded[16] = {};
@@ -16,13 +23,4 @@ inline void store_tail(float* p, V v, int lanes) {
   float padded[16];
   v.store(padded);
   std::memcpy(p, padded, sizeof(float) * static_cast<size_t>(lanes));
-}
-
-inline float tree_sum(V v) {
-  float lane[16];
-  v.store(lane);
-  for (int h = 8; h > 0; h /= 2) {
-    for (int t = 0; t < h; ++t) lane[t] += lane[t + h];
-  }
-  return lane[0];
 }

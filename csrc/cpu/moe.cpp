@@ -103,8 +103,8 @@ struct MoePlan {
     };
     const size_t m = static_cast<size_t>(rows), all = m * static_cast<size_t>(top_k);
     take(normed, m * dim);
-    take(packed, m * int4_groups(dim) * kGroup);
-    take(packed_act, all * int4_groups(inner) * kGroup);
+    take(packed, m * packed_floats(dim));
+    take(packed_act, all * packed_floats(inner));
     take(product, all * dim);
     take(shared, m * dim);
     take(narrow, m * dim);

@@ -16,6 +16,9 @@ namespace {
 
 constexpr double kSerialWork = 1 << 20;  // multiply-adds, some 30 us on one core: waking a thread costs about as much
 constexpr int kMaxThreads = 256;
+// A thread takes consecutive tasks, because their operands follow each other in memory: of what is left, one part in so many times
+// the threads, so that those that start late or are held up find work to the end.
+constexpr int kShares = 4;
 
 int at_most(long n) { return n < kMaxThreads ? static_cast<int>(n) : kMaxThreads; }
 
@@ -66,7 +69,13 @@ void Threads::start() {
 }
 
 void Threads::drain(const std::function<void(int)>& task, int n) {
-  for (int i = next_.fetch_add(1, std::memory_order_relaxed); i < n; i = next_.fetch_add(1, std::memory_order_relaxed)) task(i);
+  int begin = next_.load(std::memory_order_relaxed);
+  while (begin < n) {
+    const int share = (n - begin) / (kShares * count_), end = begin + (share > 1 ? share : 1);
+    if (!next_.compare_exchange_weak(begin, end, std::memory_order_relaxed)) continue;
+    for (int i = begin; i < end; ++i) task(i);
+    begin = next_.load(std::memory_order_relaxed);
+  }
 }
 
 void Threads::loop() {

@@ -54,13 +54,14 @@ uint64_t hash_of(const kdtree::cpu::Kernels& k, int m, int n, int width) {
   k.gemm_f32(rows(x, m, width).data(), m, rows(w, n, width).data(), n, width, y.data(), n);
   h.add(y.data(), y.size());
   const int groups = (width + 31) / 32;
-  std::vector<float> packed(static_cast<size_t>(m) * groups * 32);
-  for (int i = 0; i < m; ++i) k.pack_int4(packed.data() + static_cast<size_t>(i) * groups * 32, x.data() + static_cast<size_t>(i) * width, width);
+  const int wide_row = (width + 127) / 128 * 128;
+  std::vector<float> packed(static_cast<size_t>(m) * wide_row);
+  for (int i = 0; i < m; ++i) k.pack_int4(packed.data() + static_cast<size_t>(i) * wide_row, x.data() + static_cast<size_t>(i) * width, width);
   std::vector<uint8_t> q(static_cast<size_t>(n) * groups * 16);
   for (uint8_t& b : q) b = static_cast<uint8_t>(r.next());
   std::vector<uint16_t> scale(static_cast<size_t>(n) * groups);
   for (uint16_t& s : scale) s = static_cast<uint16_t>(0x3C00 + r.next() % 512);
-  k.gemm_int4(rows(packed, m, groups * 32).data(), m, q.data(), scale.data(), n, groups, y.data(), n);
+  k.gemm_int4(rows(packed, m, wide_row).data(), m, q.data(), scale.data(), n, groups, y.data(), n);
   h.add(y.data(), y.size());
   std::vector<float> sum(static_cast<size_t>(m) * width);
   k.weighted_sum(y.data(), n, m, rows(w, n, width).data(), n, width, nullptr, sum.data(), width);
