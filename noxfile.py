@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import os
+import sys
 from pathlib import Path
 
 import nox
@@ -48,50 +49,55 @@ def install(session: nox.Session, *extras: str, torch: bool = True) -> None:
     stamp.write_text(digest)
 
 
+def python(session: nox.Session, *arguments: str) -> None:
+    """Run this session's interpreter: without an environment the one that runs nox, which need not be on PATH."""
+    session.run(sys.executable if session.virtualenv.venv_backend == "none" else "python", *arguments)
+
+
 @nox.session
 def test(session: nox.Session) -> None:
     """Build, bundles, the matrix and the other tests (``-- --all``: the slow ones too); arguments go to pytest."""
     install(session, "test", "remote")
     workers = [] if any(a.startswith("-n") for a in session.posargs) else ["-n", "auto"]
-    session.run("python", "-m", "pytest", *workers, *session.posargs)
+    python(session, "-m", "pytest", *workers, *session.posargs)
 
 
 @nox.session
 def gate(session: nox.Session) -> None:
     """Exit 0 only if the newest ledger (or the one named) is complete, green and made from this checkout."""
     install(session, "test")
-    session.run("python", "-m", "harness", "gate", *(session.posargs or ["reports/latest/ledger.json"]))
+    python(session, "-m", "harness", "gate", *(session.posargs or ["reports/latest/ledger.json"]))
 
 
 @nox.session
 def demo(session: nox.Session) -> None:
     """AR beside DDTree on one model: tokens, match, forwards, times; then the trained one with its drafter, as text."""
     install(session, "test")
-    session.run("python", "-m", "harness", "demo", *session.posargs)
+    python(session, "-m", "harness", "demo", *session.posargs)
     if not session.posargs:
         text = ["--config", "text", "--tokens", "96", "--block", "16", "--budget", "15"]
-        session.run("python", "-m", "harness", "demo", *text, "--drafter", "dflash", "--drafter", "oracle", "--tree")
+        python(session, "-m", "harness", "demo", *text, "--drafter", "dflash", "--drafter", "oracle", "--tree")
 
 
 @nox.session
 def remote(session: nox.Session) -> None:
     """The matrix on hosts of hosts.yaml: ``nox -s remote -- ct200``."""
     install(session, "test", "remote")
-    session.run("python", "-m", "harness", "remote", *session.posargs)
+    python(session, "-m", "harness", "remote", *session.posargs)
 
 
 @nox.session
 def mutants(session: nox.Session) -> None:
     """Plant every fault of the catalogue in the engine and report the share that the matrix caught."""
     install(session, "test")
-    session.run("python", "-m", "harness", "mutants", *session.posargs)
+    python(session, "-m", "harness", "mutants", *session.posargs)
 
 
 @nox.session
 def bench(session: nox.Session) -> None:
     """Speed of this machine's engines: times, bytes, shares of the ceilings, peers."""
     install(session, "test")
-    session.run("python", "-m", "harness", "bench", *session.posargs)
+    python(session, "-m", "harness", "bench", *session.posargs)
 
 
 @nox.session
@@ -99,36 +105,36 @@ def oracles(session: nox.Session) -> None:
     """The importer, the reference and the engine against transformers and compressed-tensors."""
     install(session, "test", "oracles")
     workers = [] if any(a.startswith("-n") for a in session.posargs) else ["-n", "auto"]
-    session.run("python", "-m", "pytest", "tests/oracles", *workers, *session.posargs)
+    python(session, "-m", "pytest", "tests/oracles", *workers, *session.posargs)
 
 
 @nox.session
 def reproduce(session: nox.Session) -> None:
     """The bundles' hashes under other CPU features, thread counts, NumPy and Python versions."""
     install(session, torch=False)
-    session.run("python", "-m", "harness.reproduce", *session.posargs)
+    python(session, "-m", "harness.reproduce", *session.posargs)
 
 
 @nox.session
 def fuzz(session: nox.Session) -> None:
     """The C++ KDTR reader under a coverage-guided fuzzer with sanitizers: ``nox -s fuzz -- --seconds 600``."""
     install(session, "test")
-    session.run("python", "-m", "tests.fuzz.run", *session.posargs)
+    python(session, "-m", "tests.fuzz.run", *session.posargs)
 
 
 @nox.session
 def nvcc(session: nox.Session) -> None:
     """Compile every CUDA source for Hopper and Blackwell without a GPU; registers, spills; the CUDA faults compile."""
     install(session, "test")
-    session.run("python", "-m", "harness.nvcc", *session.posargs)
+    python(session, "-m", "harness.nvcc", *session.posargs)
     if not session.posargs:
-        session.run("python", "-m", "harness", "mutants", "--compile-only", "--device", "cuda")
+        python(session, "-m", "harness", "mutants", "--compile-only", "--device", "cuda")
 
 
 @nox.session
 def lint(session: nox.Session) -> None:
     """Format, lint and type checks."""
     install(session, "lint", "test", "remote", torch=False)
-    session.run("ruff", "format", "--check", ".")
-    session.run("ruff", "check", ".")
-    session.run("mypy")
+    python(session, "-m", "ruff", "format", "--check", ".")
+    python(session, "-m", "ruff", "check", ".")
+    python(session, "-m", "mypy")

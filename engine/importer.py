@@ -21,7 +21,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn, TextIO
+from typing import Any, TextIO
 
 from engine.hf_config import INNER_NORM_EPS, HfConfig, read_config
 from engine.hf_drafter import DrafterPlan, plan_drafter
@@ -30,17 +30,12 @@ from engine.hf_tensors import Plan, Planner
 from engine.kdtr_stream import KdtrStream, TargetBusy
 from engine.safetensors_reader import CheckpointError, fingerprint, open_checkpoint
 from engine.transfer import Progress, write_model
+from harness.cli import Parser
 from refs import kdtr
 from refs.drafter_config import TAPS
 from refs.errors import RefError
 
 DONE, REFUSED, INCOMPLETE, USAGE = 0, 1, 2, 3
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.print_usage(sys.stderr)
-        self.exit(USAGE, f"{self.prog}: {message}\n")
 
 
 def id_list(text: str) -> tuple[int, ...]:
@@ -60,9 +55,17 @@ def _eps(text: str) -> float | None:
     return None if text == "config" else float(text)
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> Parser:
     """The command line."""
-    p = _Parser(prog="kdtree import", description="A Hugging Face checkpoint as one KDTR model file (docs/import.md).")
+    p = Parser(
+        prog="kdtree import",
+        description="A Hugging Face checkpoint as one KDTR model file (docs/import.md).",
+        epilog="examples:\n  kdtree import Kimi-K2.6 -o k26.kdtr --matrices bf16\n"
+        "  kdtree import Kimi-K2.6 -o slice.kdtr --layers 0-3 --experts 0-31\n"
+        "  kdtree import refs/text --drafter refs/text/drafter -o text.kdtr --quantize both\n\n"
+        f"exit status: {DONE} done, {REFUSED} the checkpoint is refused, {INCOMPLETE} incomplete (interrupted, disk "
+        f"full: the same command goes on from there), {USAGE} the command line or the target is wrong",
+    )
     p.add_argument("source", type=Path, metavar="HF_DIR", help="directory with config.json and safetensors")
     p.add_argument("-o", "--output", type=Path, required=True, metavar="FILE.kdtr")
     p.add_argument("--drafter", type=Path, metavar="DIR", help="a DFlash drafter's directory, put into the same file")

@@ -182,7 +182,6 @@ def main(argv: Sequence[str]) -> int:
         epilog=f"examples:\n  kdtree plan {K26} --gpus 8 --memory 96\n  kdtree plan config.json --gpus 16 --memory 96 "
         "--precision int4\n\n"
         f"exit status: {PASSED} a context fits, {FAILED} none does, {INFRASTRUCTURE} the config or the arguments",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("config", help=f"a name of refs/configs, {K26}, a checkpoint's config.json, or a KDTR file")
     parser.add_argument("--gpus", type=int, default=1)
@@ -202,7 +201,7 @@ def main(argv: Sequence[str]) -> int:
         options.context = options.context or [c for c in CONTEXTS if c < config.max_context] + [config.max_context]
         best = longest(config, options.precision, options.gpus, options.rows, room)
         plans = [plan(config, options.precision, options.gpus, c, options.rows) for c in options.context]
-    except (OSError, ValueError) as error:
+    except ValueError as error:
         print(f"kdtree plan: {error}", file=sys.stderr)
         return INFRASTRUCTURE
     if options.json:

@@ -128,11 +128,15 @@ def _parser() -> Parser:
     parser = Parser(
         prog="kdtree acceptance",
         description="Tokens a forward with the model's own drafter on held-out text, greedy, beside its plain chain.",
-        epilog="exit status: 0 every output is AR's, 1 one is not, 3 it could not run",
+        epilog="examples:\n  kdtree acceptance --precision int4 --budget 15 --passages 1\n"
+        "  kdtree acceptance --json docs/evidence/text-acceptance.json\n\n"
+        "exit status: 0 every output is AR's, 1 one is not, 3 it could not run",
     )
     parser.add_argument("--config", default="text", help="one with trained weights and a drafter")
     parser.add_argument("--precision", choices=PRECISIONS, help="default: all")
-    parser.add_argument("--budget", type=_positive, action="append", help=f"may be repeated (default: {BUDGETS})")
+    parser.add_argument(
+        "--budget", type=_positive, action="append", help=f"may be repeated (default: {BUDGETS[0]} to {BUDGETS[-1]})"
+    )
     parser.add_argument("--block", type=_positive, default=16, help="a tree is at most block - 1 deep (default: 16)")
     parser.add_argument("--passages", type=_positive, default=2, help="of each document (default: 2)")
     parser.add_argument("--prompt", type=_positive, default=64, help="tokens of a prompt (default: 64)")

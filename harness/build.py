@@ -8,8 +8,8 @@ a killed build, only ever lies in a folder that no other process looks at.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
+import errno
 import fcntl
 import hashlib
 import inspect
@@ -23,12 +23,13 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from harness import toolchain
 from harness.cells import INFRASTRUCTURE, PASSED
+from harness.cli import Parser
 from harness.files import said
 from harness.includes import closure
 from harness.toolchain import BuildError
@@ -40,6 +41,7 @@ NAMESPACE = {"cpu": "kdtree", "cuda": "kdtree_cuda"}  # of torch.ops, by device
 TORCH_API = (
     "0x020b000000000000ULL"  # the stable ABI of torch 2.11: what is compiled runs under this torch or a newer one
 )
+EVERY = 10.0  # seconds between two lines of progress
 SANITIZERS = {"address": "address,undefined", "thread": "thread"}
 
 
@@ -144,29 +146,30 @@ def _exclusive(path: Path) -> Iterator[None]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            with _progress("waiting for another process that builds the engine"):
+            with _progress("waiting for another process that builds the engine", lambda: "it is not done"):
                 fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
 
 @contextlib.contextmanager
-def _progress(what: str) -> Iterator[None]:
-    """Says so on stderr when something takes more than a second, and how long it took."""
-    start = time.monotonic()
-    shown = threading.Event()
+def _progress(what: str, state: Callable[[], str]) -> Iterator[None]:
+    """Says so on stderr when something takes more than a second, its state now and then, and how long it took."""
+    start, ended, lines = time.monotonic(), threading.Event(), 0
 
     def show() -> None:
-        shown.set()
-        print(f"kdtree: {what} ...", file=sys.stderr, flush=True)
+        nonlocal lines
+        while not ended.wait(EVERY if lines else 1.0):
+            print(f"kdtree: {what} ... {state() if lines else ''}".rstrip(), file=sys.stderr, flush=True)
+            lines += 1
 
-    timer = threading.Timer(1.0, show)
-    timer.daemon = True
-    timer.start()
+    teller = threading.Thread(target=show, daemon=True)
+    teller.start()
     try:
         yield
     finally:
-        timer.cancel()
-        if shown.is_set():
+        ended.set()
+        teller.join()
+        if lines:
             print(f"kdtree: {what}: {time.monotonic() - start:.1f} s", file=sys.stderr, flush=True)
 
 
@@ -222,20 +225,31 @@ def _make(
     # load() would also load what it built, which a sanitizer build or a machine without the GPU cannot.
     compile_and_link = extension._write_ninja_file_and_build_library
     known = inspect.signature(compile_and_link).parameters
+
+    def made() -> str:
+        return f"{len(list(folder.glob('*.o')))} are done"
+
     try:
-        with _environment(changes), _progress(f"compiling {len(files)} files of csrc/"):
+        with _environment(changes), _progress(f"compiling {len(files)} files of csrc/", made):
             compile_and_link(**{name: value for name, value in values.items() if name in known})
+        os.rename(folder, final)  # with its objects, which harness/mutants/build.py links again
     except RuntimeError as error:
         log = final.parent / f"{final.name}.log"
-        log.write_text(str(error))
+        with contextlib.suppress(OSError):  # of a full disk, for one
+            log.write_text(str(error))
         raise BuildError(_readable(str(error), log)) from error
-    os.rename(folder, final)  # with its objects, which harness/mutants/build.py links again
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)  # of a build that failed; a finished one has another name
 
 
 def _readable(text: str, log: Path) -> str:
     """The lines a reader needs: the errors with what follows them, and where the rest is."""
     if "Ninja is required" in text:
         return "ninja is not installed; install it with: pip install ninja"
+    if os.strerror(errno.ENOSPC) in text:
+        return (
+            f"no space left in {log.parent} or in the folder for temporary files: KDTREE_BUILD and TMPDIR name others"
+        )
     lines = text.splitlines()
     picked: list[str] = []
     for i, line in enumerate(lines):
@@ -247,17 +261,22 @@ def _readable(text: str, log: Path) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """``kdtree build``: compile the engine, or say in one line why it cannot be."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="kdtree build",
         description="Compile the engine into the cache (build/ or KDTREE_BUILD) and print where the library is.",
-        epilog=f"exit status: {PASSED} built or found, {INFRASTRUCTURE} it cannot be built here",
+        epilog="examples:\n  kdtree build\n  kdtree build --device cuda --arch 9.0 --arch 12.0\n\n"
+        f"exit status: {PASSED} built or found, {INFRASTRUCTURE} it cannot be built here",
     )
     parser.add_argument("--device", choices=tuple(NAMESPACE), default="cpu")
-    parser.add_argument("--arch", action="append", metavar="N.N", help="CUDA capability, may be repeated")
+    parser.add_argument(
+        "--arch", action="append", metavar="N.N", help="CUDA capability, may be repeated (default: the visible GPUs')"
+    )
     parser.add_argument("--debug", action="store_true", help="with debug information and device-side messages")
     parser.add_argument("--sanitize", choices=tuple(SANITIZERS), help="build with sanitizers (load with LD_PRELOAD)")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a line")
     options = parser.parse_args(argv)
+    if options.arch and options.device != "cuda":
+        parser.error("--arch goes with --device cuda")
     start = time.monotonic()
     try:
         library = build(options.device, options.arch, options.debug, options.sanitize)

@@ -78,8 +78,12 @@ def ensure(
     except BrokenPipeError:  # from `say`
         raise
     except OSError as error:
-        remedy = "KDTREE_BUNDLES names another folder" if out is None else "--out names another folder"
-        raise BundleError(f"{said(error)}; {remedy}") from error
+        folder = cache_folder() if out is None else out
+        path = Path(error.filename or folder)
+        if not path.is_relative_to(folder) and not folder.is_relative_to(path):
+            raise BundleError(said(error)) from error  # a source, say
+        other = "KDTREE_BUNDLES" if out is None else "--out"
+        raise BundleError(f"{folder}: {error.strerror}; {other} names another folder") from error
 
 
 def _ensured(wanted: Sequence[str], folder: Path, is_cache: bool, say: Say) -> dict[str, Path]:
@@ -236,7 +240,8 @@ def main(argv: Sequence[str]) -> int:
     parser = Parser(
         prog="kdtree bundles",
         description="Regenerate bundles from refs/ where they are missing, and check them against refs/bundles.lock.",
-        epilog="exit status: 0 all are as pinned, 1 one differs from the lock, 3 a wrong config, file or argument",
+        epilog="examples:\n  kdtree bundles\n  kdtree bundles k26_layer\n  kdtree bundles --out elsewhere tiny\n\n"
+        "exit status: 0 all are as pinned, 1 one differs from the lock, 3 a wrong config, file or argument",
     )
     parser.add_argument(
         "configs", nargs="*", metavar="CONFIG", help="default: all of refs/configs/, those of real sizes excepted"
@@ -256,10 +261,10 @@ def main(argv: Sequence[str]) -> int:
             say(f"bundles: {LOCK.name}: {len(changed)} changed{': ' if changed else ''}{', '.join(changed)}")
         paths = ensure(options.configs or None, options.out, say=say)
     except LockDiffers as error:
-        say(f"error: {error}")
+        say(f"kdtree bundles: {error}")
         return FAILED
     except (BundleError, RefError, OSError) as error:
-        say(f"error: {error}")
+        say(f"kdtree bundles: {error}")
         return INFRASTRUCTURE
     pins = read_lock()
     if options.json:

@@ -11,9 +11,10 @@ import importlib
 import json
 import os
 import sys
+import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn, cast
+from typing import Any, NoReturn, cast
 
 from harness.cells import FAILED, INCOMPLETE, INFRASTRUCTURE, PASSED
 from harness.files import said
@@ -53,8 +54,19 @@ EXIT_STATUSES = (
 )
 
 
+class _Help(argparse.HelpFormatter):
+    """Sentences are filled to the terminal's width; lines that begin with a space, examples, stay as they are."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        fill = textwrap.TextWrapper(width, break_long_words=False, break_on_hyphens=False).fill
+        return "\n".join(line if line.startswith(" ") else fill(line) for line in text.splitlines())
+
+
 class Parser(argparse.ArgumentParser):
     """An argument parser whose errors end with the documented status for configuration."""
+
+    def __init__(self, prog: str, **options: Any) -> None:
+        super().__init__(prog, formatter_class=_Help, **options)
 
     def error(self, message: str) -> NoReturn:
         self.print_usage(sys.stderr)
@@ -95,7 +107,6 @@ def test(argv: Sequence[str]) -> int:
         description="Run the validation matrix, or the cells that -k chooses, and write reports/<run id>/ledger.json.",
         epilog="examples:\n  kdtree test -k int4-ddtree-tiny-oracle-cpu\n  kdtree test -k 'tiny and not int4' -n 2\n"
         f"  kdtree test --engine reference --device cpu\n\n{EXIT_STATUSES}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("-k", metavar="ID", default="", help="a cell's id, or an expression as pytest takes it")
     parser.add_argument("-n", metavar="WORKERS", default="auto", help="parallel workers (default: auto; 0: none)")
@@ -126,8 +137,7 @@ def matrix(argv: Sequence[str]) -> int:
     parser = Parser(
         prog="kdtree matrix",
         description="The cells that a run expects, computed from the axes and refs/configs.",
-        epilog=f"example: kdtree matrix --list -k 'tiny2 and ddtree' --device cuda\n\n{EXIT_STATUSES}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=f"examples:\n  kdtree matrix --list -k 'tiny2 and ddtree' --device cuda\n\n{EXIT_STATUSES}",
     )
     parser.add_argument("--list", action="store_true", help="one id a line (the default)")
     parser.add_argument("--json", action="store_true", help="a list of objects with the id and the axes")
@@ -156,6 +166,7 @@ def matrix(argv: Sequence[str]) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """``kdtree COMMAND ...``; the exit status is the command's."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    _usable_streams()
     commands = available()
     listing = "\n".join(f"  {name:<10} {text}" for name, (_, text) in commands.items())
     parser = Parser(
@@ -163,7 +174,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         usage="kdtree COMMAND ... (kdtree COMMAND --help says more)",
         description=f"commands:\n{listing}",
         epilog=EXIT_STATUSES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("command", choices=list(commands), metavar="COMMAND", help="one of the commands above")
     if not arguments:
@@ -186,6 +196,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("kdtree: interrupted", file=sys.stderr)
         return INCOMPLETE
+
+
+def _usable_streams() -> None:
+    """A stream that was closed before the start swallows what is said; a sign that a terminal lacks is spelled out."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
+        elif hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def _run(commands: dict[str, tuple[str, str]], name: str, arguments: Sequence[str]) -> int:

@@ -199,9 +199,8 @@ def _parser() -> Parser:
         epilog="examples:\n  kdtree demo\n  kdtree demo --precision int4 --drafter noisy --budget 16\n"
         "  kdtree demo --config text --tokens 96 --block 16 --budget auto --drafter dflash --drafter oracle --tree\n\n"
         "exit status: 0 they agree in every token and every bit, 1 they do not, 3 the demo could not run",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--config", default="tiny")
+    parser.add_argument("--config", default="tiny", help="a name of refs/configs (default: tiny)")
     parser.add_argument("--precision", choices=PRECISIONS, help="default: fp32 and int4")
     parser.add_argument("--tokens", type=_positive, default=24)
     parser.add_argument("--block", type=_positive, default=8, help="a tree is at most block - 1 deep")

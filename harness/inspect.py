@@ -5,7 +5,6 @@ Exit status 0 for a valid file, 3 for one that is not: the message names the fil
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Sequence
@@ -70,9 +69,8 @@ def main(argv: Sequence[str]) -> int:
     parser = Parser(
         prog="kdtree inspect",
         description="Show a KDTR file's fields and tensors (docs/kdtr.md).",
-        epilog="example: kdtree inspect --verify bundles/*/tiny.kdtr\n\n"
+        epilog="examples:\n  kdtree inspect --verify bundles/*/tiny.kdtr\n\n"
         "exit status: 0 a valid file, 3 a file that is rejected or not there",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("file", type=Path)
     parser.add_argument("--verify", action="store_true", help="read all data and check every checksum and gap")

@@ -7,6 +7,7 @@ recorded is ``NOT_RUN``.
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import shutil
 from collections import Counter
@@ -189,7 +190,8 @@ def write(ledger: Ledger, run_dir: Path) -> Path:
     parse_ledger(data, str(path))
     write_atomic(path, data)
     shutil.rmtree(run_dir / CELLS_FOLDER, ignore_errors=True)
-    point(run_dir.parent / LATEST, run_dir.name)
+    with contextlib.suppress(OSError):  # beside a folder of the user's choice there may be no place for it
+        point(run_dir.parent / LATEST, run_dir.name)
     return path
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import yaml
 
+from harness.files import said
 from harness.sources import ROOT
 from harness.yaml_nodes import SAFE
 
@@ -88,7 +89,7 @@ def _config(path: Path) -> dict[str, Any]:
     try:
         content = yaml.load(path.read_text("utf-8"), SAFE)
     except (OSError, ValueError, yaml.YAMLError) as error:
-        raise MatrixError(f"{path}: {error}") from None
+        raise MatrixError(said(error) if isinstance(error, OSError) else f"{path}: {error}") from None
     if not isinstance(content, dict) or not isinstance(content.setdefault("run", {}), dict):
         raise MatrixError(f"{path}: run: not a mapping")
     return content
@@ -227,6 +228,9 @@ def of_run(
         raise MatrixError(f"--ranks {min(ranks)}: a model is shared by 1 rank or more")
     if ranks:
         ranked = {count: rankable(count, scale=scale) for count in ranks}
+        for count in ranks:
+            if not ranked[count]:
+                raise MatrixError(f"--ranks {count}: no config's sizes can be shared evenly by so many")
         return expected(devices, ranks=ranks, ranked=ranked, scale=scale)
     found = expected(devices, scale=scale)
     for device in devices if shared else ():

@@ -10,7 +10,6 @@ header of ``csrc/``, the flags, the compiler), so a second run compiles only wha
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import os
@@ -26,6 +25,7 @@ from pathlib import Path
 
 from harness import build, environment, toolchain
 from harness.cells import FAILED, INFRASTRUCTURE, PASSED
+from harness.cli import Parser
 from harness.files import write_atomic
 
 TARGETS = ("9.0", "12.0")
@@ -135,7 +135,7 @@ def table(kernels: Sequence[Kernel]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Compile, print the table, judge."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m harness.nvcc",
         description="Compile csrc/cuda for every target architecture; registers, shared memory and spills per kernel.",
         epilog=f"exit status: {PASSED} clean, {FAILED} a warning, an error or a spill, {INFRASTRUCTURE} no usable nvcc",

@@ -100,9 +100,15 @@ def prepare(engine: str, points: Sequence[Point], say: Say) -> dict[str, Path]:
 
     Raises Infrastructure.
     """
+    from refs import recipe  # numpy and the reference, for runs alone
+    from refs.errors import RefError
+
+    configs = list(dict.fromkeys(point.config for point in points))
     try:
+        for config in configs:
+            recipe.load(config)  # a wrong name or file is told before anything is built
         host_memory.check(points)
-    except host_memory.TooLittleMemory as error:
+    except (host_memory.TooLittleMemory, RefError) as error:
         raise Infrastructure(str(error)) from error
     for device in dict.fromkeys(point.device for point in points):
         try:
@@ -111,9 +117,9 @@ def prepare(engine: str, points: Sequence[Point], say: Say) -> dict[str, Path]:
             raise Infrastructure(
                 f"engine {engine!r} is not usable on {device}: {type(error).__name__}: {error}"
             ) from error
-    from harness.bundles import ensure  # numpy and the reference, for runs alone
+    from harness.bundles import ensure
 
     try:
-        return ensure(list(dict.fromkeys(point.config for point in points)), say=say)
+        return ensure(configs, say=say)
     except Exception as error:
         raise Infrastructure(f"bundles: {type(error).__name__}: {error}") from error

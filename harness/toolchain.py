@@ -49,7 +49,9 @@ def compiler(cpp_extension: Any) -> str:
     name = str(cpp_extension.get_cxx_compiler())
     found = shutil.which(name.split()[0] if name else "c++")
     if found is None:
-        raise BuildError(f"no C++ compiler: {name!r} is not on PATH; install g++ (9 or newer) or clang, or set CXX")
+        raise BuildError(
+            f"no C++ compiler: {name or 'c++'!r} is not on PATH; install g++ (9 or newer) or clang, or set CXX"
+        )
     return f"{name} {os.path.realpath(found)} {version_of(found)}"
 
 

@@ -296,10 +296,10 @@ def test_the_commands_exit_statuses(
     assert bundles.main(["--out", str(tmp_path), "block1"]) == 0
     assert capsys.readouterr().out.startswith(rows["block1"]["sha256"][:16])
     assert bundles.main(["--out", str(tmp_path), "nothing"]) == 3
-    assert "error: " in capsys.readouterr().err
+    assert "kdtree bundles: " in capsys.readouterr().err
     (tmp_path / "file").write_bytes(b"")
     assert bundles.main(["--out", str(tmp_path / "file"), "block1"]) == 3
-    assert "error: " in capsys.readouterr().err
+    assert "kdtree bundles: " in capsys.readouterr().err
     pins = bundle_lock.read_lock()
     pins["block1"] = {**pins["block1"], "sha256": "00", "tensors": {**pins["block1"]["tensors"], "embed.w": "00"}}
     monkeypatch.setattr(bundles, "read_lock", lambda: pins)

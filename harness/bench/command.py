@@ -55,7 +55,6 @@ def _parser() -> Parser:
         "  kdtree bench project --runs 5 --full\n\n"
         f"exit status: {PASSED} measured, whether targets were held or missed; {INFRASTRUCTURE} something could not be"
         " measured, or wrong arguments (a filter that chooses nothing is one)",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("what", nargs="*", metavar="project|ops|step", help="default: ops and step")
     parser.add_argument("--device", choices=DEVICES, default="cpu")

@@ -64,7 +64,6 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
         epilog="examples:\n  kdtree gate reports/latest\n"
         "  kdtree gate reports/latest --require-device cuda --against main.json --max-slowdown 1.1\n\n"
         f"docs/gate.md explains every finding.\n{EXIT_STATUSES}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("ledger", type=Path, metavar="LEDGER", help="ledger.json, or the folder of a run")
     parser.add_argument("--against", type=Path, metavar="OLDER", help="a ledger whose cells must all be here still")

@@ -72,7 +72,6 @@ def _parser() -> Parser:
         epilog="examples:\n  kdtree mutants -k int4\n  kdtree mutants --fraction 1/5 --seed $(git rev-parse HEAD)\n\n"
         f"exit status: {PASSED} every fault was caught and every control passed (--compile-only: each compiles), "
         f"{FAILED} not so,\n{INFRASTRUCTURE} a malformed catalogue, a fault that does not fit the sources or not build",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("-k", metavar="NAME", default="", help="only the faults whose name or group this chooses")
     parser.add_argument("--fraction", metavar="A/B", default="1", help="a fixed share of them, chosen by --seed")

@@ -40,7 +40,6 @@ def _parser() -> argparse.ArgumentParser:
         prog="kdtree remote",
         description="Validate this working tree, uncommitted changes included, on hosts of hosts.yaml.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("hosts", nargs="*", metavar="HOST", help="a name in hosts.yaml")
     parser.add_argument("--join", metavar="HOST,HOST", default="", help="these hosts together share every model")

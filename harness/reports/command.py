@@ -101,7 +101,6 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
         epilog="examples:\n  kdtree report reports/latest --against main/ledger.json --html report.html\n"
         '  kdtree report reports/latest --markdown >> "$GITHUB_STEP_SUMMARY"\n  kdtree report --history reports\n\n'
         "exit status: 0 the report was written, whatever it says; 3 it could not be made. `kdtree gate` judges.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("ledger", type=Path, nargs="?", metavar="LEDGER", help="ledger.json, or the folder of a run")
     parser.add_argument("--html", type=output, metavar="OUT", help="write the page (with --history: that page) here")
@@ -158,9 +157,7 @@ def main(argv: Sequence[str]) -> int:
     options = _arguments(argv)
     try:
         written = _history(options) if options.history else _report(options)
-    except (LedgerError, MatrixError, OSError) as error:
-        if isinstance(error, BrokenPipeError):
-            raise
+    except (LedgerError, MatrixError) as error:
         print(f"kdtree report: {error}", file=sys.stderr)
         return INFRASTRUCTURE
     for path in written:

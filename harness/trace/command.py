@@ -8,7 +8,6 @@ divergence of the first stage that has one is the answer.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -121,7 +120,6 @@ def _parser() -> Parser:
         "  kdtree trace fp32-ar-tiny-cuda --against cpu\n\n"
         f"exit status: {PASSED} nothing diverges, {FAILED} something does, {INFRASTRUCTURE} the cell, an engine or its "
         "bundle is not there",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("cell", help="a cell's id, as `kdtree matrix --list` prints it")
     parser.add_argument("--engine", default="csrc", help="the engine to trace (default: csrc)")

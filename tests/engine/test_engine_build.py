@@ -237,6 +237,7 @@ def test_compile_errors_are_readable(tree: Path, capsys: pytest.CaptureFixture[s
     assert len(text.splitlines()) < 20
     log = Path(text.rsplit(": ", 1)[1])
     assert "undefined_name" in log.read_text()
+    assert sorted(p.name for p in log.parent.iterdir()) == [f".{log.stem}.lock", log.name], "nothing else is left"
     assert main([]) == 3
     assert "undefined_name" in capsys.readouterr().err
     (tree / "csrc" / "value.h").write_text("#define VALUE 5\n")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 import subprocess
@@ -36,7 +37,8 @@ def test_a_command_whose_module_is_absent_is_not_offered(monkeypatch: pytest.Mon
 
 
 WRONG = [[], ["nothing"], ["demo", "--tokens", "0"], ["inspect"], ["test", "-k"]]
-WRONG += [["matrix", "--ranks", "0"], ["matrix", "--ranks", "-2"], ["mutants", "--fraction", "1/0"]]
+WRONG += [["matrix", "--ranks", ranks] for ranks in ("0", "-2", "7919")] + [["mutants", "--fraction", "1/0"]]
+WRONG += [["build", "--arch", "12.0"]]
 WRONG += [["plan", "k2.6", "--memory", memory] for memory in ("nan", "inf", "1")]
 WRONG += [[name, "--nothing"] for name in sorted(cli.available()) if name != "test"]  # that one hands on to pytest
 
@@ -47,9 +49,43 @@ def test_wrong_arguments_end_with_3(arguments: list[str]) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(cli.available()))
-def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """With its exit statuses; in a narrow terminal only what cannot be broken, as an example, is wider."""
+    monkeypatch.setenv("COLUMNS", "50")
     assert cli.main([name, "--help"]) == 0
-    assert "usage: " in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert "usage: " in text
+    assert "exit status: 0" in text
+    assert [line for line in text.splitlines() if len(line) > 50 and not line.startswith("  ")] == []
+
+
+def test_streams_that_are_closed_or_know_no_signs_are_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("harness.inspect.main", lambda argv: print("\u2705"))
+    narrow = io.TextIOWrapper(io.BytesIO(), "ascii")
+    monkeypatch.setattr(sys, "stdout", narrow)
+    cli.main(["inspect"])
+    assert narrow.buffer.getvalue() == b"\\u2705\n"  # type: ignore[attr-defined]
+    monkeypatch.setattr(sys, "stdout", None)
+    cli.main(["inspect"])
+    sys.stdout.close()
+
+
+def test_a_wrong_config_is_told_before_anything_is_built(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("harness.prepare.create", lambda *_: pytest.fail("an engine was built"))
+    assert cli.main(["demo", "--config", "nosuch"]) == 3
+    assert "nosuch.yaml: file: cannot be read" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_nox_without_an_environment_uses_its_own_interpreter(tmp_path: Path) -> None:
+    """Whatever, or nothing, is called python on PATH."""
+    (tmp_path / "python").write_text("#!/bin/sh\nexit 9\n")
+    (tmp_path / "python").chmod(0o755)
+    line = [sys.executable, "-m", "nox", "--no-venv", "-s", "gate", "--", "--help"]
+    done = subprocess.run(line, cwd=ROOT, env={**os.environ, "PATH": str(tmp_path)}, capture_output=True, text=True)
+    assert (done.returncode, "usage: kdtree gate" in done.stdout) == (0, True), done.stderr
 
 
 WRITERS = [["bench", "ops", "--json"], ["bench", "ops", "--plot"], ["acceptance", "--json"], ["mutants", "--out"]]

@@ -96,10 +96,6 @@ def test_what_cannot_be_read_is_named(tmp_path: Path, capsys: Capture, content: 
     assert str(tmp_path) in capsys.readouterr().err
 
 
-def test_a_place_that_cannot_be_written_is_named(folder: Path, capsys: Capture) -> None:
-    assert main([str(folder), "--html", str(folder / "ledger.json" / "x.html")]) == INFRASTRUCTURE
-    assert str(folder / "ledger.json") in capsys.readouterr().err
-
 
 @pytest.mark.parametrize(
     "arguments",
