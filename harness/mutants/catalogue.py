@@ -56,7 +56,7 @@ class Fault:
     """The instruction set that the edited code belongs to; the engine is made to use it."""
     device: str = "cpu"
     first: str = ""
-    """A -k expression of cells that are tried first."""
+    """A -k expression of cells that are tried first, or ``operations`` or ``loader`` (`harness.mutants.run`)."""
 
     @property
     def is_control(self) -> bool:

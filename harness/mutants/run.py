@@ -70,10 +70,12 @@ def order(fault: Fault, points: Sequence[Point]) -> list[str]:
     ids = [point.id for point in sorted(points, key=rank)]
     if fault.first == OPERATIONS:
         return [OPERATIONS, *ids, LOADER]
+    if fault.first == LOADER or fault.group == "loader":
+        return [LOADER, *ids, OPERATIONS]
     if fault.first:
         chosen = [point.id for point in select(points, fault.first)]
         ids = [id for id in ids if id in chosen] + [id for id in ids if id not in chosen]
-    return [LOADER, *ids, OPERATIONS] if fault.group == "loader" else [*ids, LOADER, OPERATIONS]
+    return [*ids, LOADER, OPERATIONS]
 
 
 def run(fault: Fault, library: Path, names: Sequence[str], bundles: Mapping[str, Path]) -> Outcome:

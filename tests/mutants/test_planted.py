@@ -124,7 +124,8 @@ def test_all_cells_are_tried_before_a_fault_is_not_caught() -> None:
     for fault in BY_NAME.values():
         names = mutants_run.order(fault, points)
         assert sorted(names) == sorted([LOADER, OPERATIONS, *(point.id for point in points)])
-    assert mutants_run.order(BY_NAME["tensor_twice"], points)[0] == LOADER
+    for name, first in (("tensor_twice", LOADER), ("nan_logits_unnoticed", LOADER), ("chain_ranks_two", OPERATIONS)):
+        assert mutants_run.order(BY_NAME[name], points)[0] == first
     assert mutants_run.order(BY_NAME["position_by_row"], points)[0].split("-")[1] == "ddtree"
     assert LOADER_CONFIG in configs()
 
