@@ -96,7 +96,6 @@ def test_what_cannot_be_read_is_named(tmp_path: Path, capsys: Capture, content: 
     assert str(tmp_path) in capsys.readouterr().err
 
 
-
 @pytest.mark.parametrize(
     "arguments",
     [[], ["a", "--history", "b"], ["--history", "b", "--markdown"], ["a", "--markdown", "--json"], ["a", "b"]],
