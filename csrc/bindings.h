@@ -86,4 +86,10 @@ struct Boxed<F> {
 template <auto F>
 constexpr auto boxed = &Boxed<F>::call;
 
+// A function under its name in torch.ops.
+struct Bound {
+  const char *name, *signature;
+  void (*call)(StableIValue* stack, uint64_t args, uint64_t outputs);
+};
+
 }  // namespace kdtree

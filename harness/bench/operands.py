@@ -1,6 +1,6 @@
 """Calls of the engine's operations on random operands, in as many copies as keep every call's operands out of caches.
 
-The contract of the calls is csrc/ops.h and csrc/bindings_ops.cpp. A call includes what its binding does: checks,
+The contract of the calls is csrc/ops.h and csrc/bindings/. A call includes what its binding does: checks,
 scratch, and waiting for the result. Weights are random nibbles and numbers; no result is looked at here.
 """
 
@@ -33,7 +33,7 @@ class Calls:
 
     calls: list[Call]
     arguments: list[list[Any]]
-    """Of each call, as csrc/bindings_ops.cpp takes them; results among them."""
+    """Of each call, as csrc/bindings/ takes them; results among them."""
     bytes_each: int
     """Of the operands that differ from call to call."""
     ids: list[Any]

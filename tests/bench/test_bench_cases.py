@@ -17,9 +17,8 @@ from harness.sources import ROOT
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_every_operation_of_the_bindings_has_cases_in_both_families(device: str) -> None:
-    text = (ROOT / "csrc" / "bindings_ops.cpp").read_text("utf-8")
-    bound = {n for n in re.findall(r'm\.impl\("(\w+)"', text) if not n.startswith(("backend_", "sequence_"))}
-    bound -= {"isa_names"}
+    texts = [path.read_text("utf-8") for path in (ROOT / "csrc" / "bindings").glob("*.h") if path.name != "call.h"]
+    bound = {name for text in texts for name in re.findall(r'\{"(\w+)",\s*"\(int backend', text)}
     bound -= {"unshard", "checksum", "draw_experts"}  # of several ranks, which `bench.ranks` times, and of loading
     bound -= {"mla_output"}  # mla_attention and mla_value, which have cases, in one call
     assert len(bound) >= 15

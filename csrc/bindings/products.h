@@ -1,0 +1,137 @@
+// Embedding, norm, products, router and experts.
+#pragma once
+#include "arguments.h"
+#include "call.h"
+
+namespace kdtree {
+namespace {
+
+// stated: as the tensor of docs/model.md, five i64. scale: the bytes of bf16 numbers, u8 [e, n, 2*groups].
+void draw_experts(int64_t handle, std::vector<int64_t> stated, int64_t first, int64_t row, int64_t k, Tensor q, Tensor scale) {
+  Backend& b = backend(handle);
+  need(stated.size() == 5 && q.dim() == 3, "stated", "is not five numbers, or q not [e, n, 16*groups]");
+  const int64_t groups = (k + 31) / 32, outputs = q.size(0) * q.size(1);
+  const Stated s = read_stated(stated.data(), "draw_experts", "stated");
+  b.draw_experts({s, static_cast<int>(first), static_cast<int>(row), dim(q, 0), dim(q, 1), static_cast<int>(k), sized<uint8_t>(q, outputs * groups * 16, "q"),
+                  reinterpret_cast<uint16_t*>(sized<uint8_t>(scale, outputs * groups * 2, "scale"))});
+  uint8_t last;
+  b.download(&last, q.data_ptr(), sizeof last);
+}
+
+void embed(int64_t handle, Tensor out, Tensor table, std::vector<Tensor> rows, Tensor state) {
+  Call call(handle, state);
+  const Rows r = rows_of(rows);
+  call.run(&Backend::embed, {sized<float>(out, static_cast<int64_t>(r.max_rows) * dim(table, 1), "out"), weight_of(table, dim(table, 1)),
+        dim(table, 1), r, &step_state(state)->n_rows});
+}
+
+void rms_norm(int64_t handle, Tensor out, Tensor x, Tensor w, double eps, Tensor state) {
+  Call call(handle, state);
+  float* const to = sized<float>(out, x.numel(), "out");
+  const float *const from = data<float>(x, "x"), *const weight = sized<float>(w, x.size(1), "w");
+  const int m = dim(x, 0), d = dim(x, 1);
+  const int32_t* const n_rows = &step_state(state)->n_rows;
+  call.run([=](Backend& b) { b.rms_norm(to, from, weight, static_cast<float>(eps), d, m, n_rows); });
+}
+
+// norm_w, scales: empty for none. epilogue: 0 store, 1 residual, 2 silu(first) * second.
+void linear(int64_t handle, Tensor x, Tensor norm_w, double eps, std::vector<Tensor> weights, std::vector<Tensor> scales,
+            std::vector<Tensor> outs, int64_t epilogue, Tensor state, bool bf16) {
+  Call call(handle, state);
+  need(!weights.empty() && weights.size() <= 2 && scales.size() == weights.size(), "weights", "are not one or two with a scale each");
+  need(epilogue >= 0 && epilogue <= 2, "epilogue", "is not 0, 1 or 2");
+  const bool gated = epilogue == 2;
+  need(outs.size() == (gated ? 1 : weights.size()), "outs", "does not fit the weights");
+  const int m = dim(x, 0), k = dim(x, 1);
+  LinearArgs a{};
+  a.numerics = numerics_of(bf16);
+  const bool normed = norm_w.numel() > 0;
+  a.x = activation(x, x.numel(), normed ? Numerics::kF32 : a.numerics, "x");
+  a.ldx = k;
+  a.norm_w = normed ? sized<float>(norm_w, k, "norm_w") : nullptr;
+  a.eps = static_cast<float>(eps);
+  a.parts = static_cast<int>(weights.size());
+  int n = 0;
+  for (int i = 0; i < a.parts; ++i) {
+    a.w[i] = weight_of(weights[i], scales[i], k);
+    n += a.w[i].n;
+    a.out[i] = activation(outs[gated ? 0 : i], static_cast<int64_t>(m) * a.w[i].n, gated ? a.numerics : Numerics::kF32, "out");
+    a.ldo[i] = a.w[i].n;
+  }
+  a.epilogue = static_cast<Epilogue>(epilogue);
+  a.max_rows = m;
+  a.n_rows = &step_state(state)->n_rows;
+  void* const scratch = call.scratch(call.backend().linear_scratch(n, k, m));
+  a.scratch = scratch;
+  call.run(&Backend::linear, a);
+}
+
+void router(int64_t handle, Tensor logits, Tensor bias, Tensor ids, Tensor weights, int64_t n_group, int64_t topk_group, bool norm_topk,
+            double scaling, int64_t layer, Tensor state) {
+  Call call(handle, state);
+  const int m = dim(logits, 0), e = dim(logits, 1), k = dim(ids, 1);
+  call.run(&Backend::router, {data<float>(logits, "logits"), sized<float>(bias, e, "bias"), e, k, static_cast<int>(n_group),
+        static_cast<int>(topk_group), norm_topk, static_cast<float>(scaling), sized<int32_t>(ids,
+        static_cast<int64_t>(m) * k, "ids"), sized<float>(weights, static_cast<int64_t>(m) * k, "weights"),
+        static_cast<int>(layer), m, step_state(state)});
+}
+
+// experts: gate, up [E, I, D], down [E, D, I]; scales as for linear; shared: the same three as matrices, or empty.
+// bf16 here and in linear: the numerics; weights that are not nibbles are then u16.
+void moe(int64_t handle, Tensor x, Tensor norm_w, double eps, Tensor ids, Tensor weights, std::vector<Tensor> experts,
+         std::vector<Tensor> scales, std::vector<Tensor> shared, Tensor act, Tensor shared_act, Tensor out, Tensor state, bool bf16) {
+  Call call(handle, state);
+  need(experts.size() == 3 && scales.size() == 3, "experts", "are not gate, up and down with a scale each");
+  need(shared.empty() || shared.size() == 3, "shared", "is not gate, up and down");
+  const int m = dim(x, 0), d = dim(x, 1), k = dim(ids, 1), inner = dim(experts[0], 1);
+  const int64_t slots = static_cast<int64_t>(m) * k;
+  MoeArgs a{};
+  a.x = data<float>(x, "x");
+  a.dim = d;
+  a.norm_w = sized<float>(norm_w, d, "norm_w");
+  a.eps = static_cast<float>(eps);
+  a.ids = sized<int32_t>(ids, slots, "ids");
+  a.weights = sized<float>(weights, slots, "weights");
+  a.top_k = k;
+  a.gate = weight_of(experts[0], scales[0], d);
+  a.up = weight_of(experts[1], scales[1], d);
+  a.down = weight_of(experts[2], scales[2], inner);
+  if (!shared.empty()) {
+    a.shared_gate = weight_of(shared[0], d);
+    a.shared_up = weight_of(shared[1], d);
+    a.shared_down = weight_of(shared[2], dim(shared[0], 0));
+  }
+  a.numerics = numerics_of(bf16);
+  a.act = activation(act, slots * inner, a.numerics, "act");
+  a.shared_act = activation(shared_act, static_cast<int64_t>(m) * a.shared_gate.n, a.numerics, "shared_act");
+  a.out = sized<float>(out, static_cast<int64_t>(m) * d, "out");
+  a.max_rows = m;
+  a.n_rows = &step_state(state)->n_rows;
+  void* const scratch = call.scratch(call.backend().moe_scratch(m, k, a.gate.e, inner, d));
+  a.scratch = scratch;
+  call.run(&Backend::moe, a);
+}
+
+// Their signatures.
+constexpr Bound kProducts[] = {
+    {"draw_experts",
+     "(int backend, int[] stated, int first, int row, int k, Tensor q, Tensor scale) -> ()",
+     boxed<draw_experts>},
+    {"embed", "(int backend, Tensor out, Tensor table, Tensor[] rows, Tensor state) -> ()", boxed<embed>},
+    {"rms_norm", "(int backend, Tensor out, Tensor x, Tensor w, float eps, Tensor state) -> ()", boxed<rms_norm>},
+    {"linear",
+     "(int backend, Tensor x, Tensor norm_w, float eps, Tensor[] weights, Tensor[] scales, Tensor[] outs, int "
+     "epilogue, Tensor state, bool bf16=False) -> ()",
+     boxed<linear>},
+    {"router",
+     "(int backend, Tensor logits, Tensor bias, Tensor ids, Tensor weights, int n_group, int topk_group, bool "
+     "norm_topk, float scaling, int layer, Tensor state) -> ()",
+     boxed<router>},
+    {"moe",
+     "(int backend, Tensor x, Tensor norm_w, float eps, Tensor ids, Tensor weights, Tensor[] experts, Tensor[] "
+     "scales, Tensor[] shared, Tensor act, Tensor shared_act, Tensor out, Tensor state, bool bf16=False) -> ()",
+     boxed<moe>},
+};
+
+}  // namespace
+}  // namespace kdtree
