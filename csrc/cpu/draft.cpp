@@ -7,12 +7,10 @@
 #include <cstring>
 
 #include "backend.h"
+#include "softmax.h"
 
 namespace kdtree::cpu {
 namespace {
-
-constexpr int kChunk = 64;      // positions
-constexpr int kHeadBlock = 16;  // queries that share a walk over the keys
 
 // Pairs (i, i + dim/2), in place.
 void rotate_halves(float* x, const float* cos_sin, int dim) {
@@ -86,20 +84,8 @@ void CpuBackend::draft_attention(const DraftAttentionArgs& a) {
       k_.gemm_f32(q, heads, k, n, w, score, kChunk);
       for (int h = 0; h < heads; ++h) {
         float* s = score + h * kChunk;
-        float top = t0 == 0 ? -INFINITY : best[h];
-        for (int t = 0; t < n; ++t) {
-          s[t] = scale * s[t];
-          top = s[t] > top ? s[t] : top;
-        }
-        const float part = k_.exp_sum(s, top, n);
-        if (t0 == 0) {
-          sum[h] = part;
-        } else {
-          float old = best[h];
-          decay[h] = k_.exp_sum(&old, top, 1);
-          sum[h] = sum[h] * decay[h] + part;
-        }
-        best[h] = top;
+        for (int t = 0; t < n; ++t) s[t] = scale * s[t];
+        decay[h] = softmax_step(k_, s, n, t0 == 0, best[h], sum[h]);
       }
       k_.weighted_sum(score, kChunk, heads, v, n, w, t0 == 0 ? nullptr : decay, a.o + at, w);
     }

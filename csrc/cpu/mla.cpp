@@ -5,18 +5,16 @@
 // keys in ascending order, between chunks the running maximum rescales. So nothing depends on M or on where a key lies.
 //
 // Each operation is written once over T, the type of what only products read: float, or uint16_t for bf16.
-#include <cmath>
 #include <cstring>
 
 #include "../bf16.h"
 #include "backend.h"
+#include "softmax.h"
 
 namespace kdtree::cpu {
 namespace {
 
-constexpr int kChunk = 64;      // positions; fixed by docs/model.md
-constexpr int kHeadBlock = 16;  // heads that share a walk over the keys
-constexpr int kSlice = 256;     // latent columns of a row block that are summed on the stack
+constexpr int kSlice = 256;  // latent columns of a row block that are summed on the stack
 
 void store(float& out, float value) { out = value; }
 void store(uint16_t& out, float value) { out = bf16_bits(value); }
@@ -148,21 +146,9 @@ void CpuBackend::attend(const MlaAttentionArgs& a) {
       gemm(k_, q_rope, heads, k_rope, n, d.rope, rope, kChunk);
       for (int h = 0; h < heads; ++h) {
         float* s = score + h * kChunk;
-        float top = t0 == 0 ? -INFINITY : best[h];
-        for (int t = 0; t < n; ++t) {
-          s[t] = a.scale * (s[t] + rope[h * kChunk + t]);
-          top = s[t] > top ? s[t] : top;
-        }
-        const float part = k_.exp_sum(s, top, n);
+        for (int t = 0; t < n; ++t) s[t] = a.scale * (s[t] + rope[h * kChunk + t]);
+        decay[h] = softmax_step(k_, s, n, t0 == 0, best[h], sum[h]);
         if (kHeld) round_bf16(s, static_cast<size_t>(n));
-        if (t0 == 0) {
-          sum[h] = part;
-        } else {
-          float old = best[h];
-          decay[h] = k_.exp_sum(&old, top, 1);
-          sum[h] = sum[h] * decay[h] + part;
-        }
-        best[h] = top;
       }
       weigh(k_, score, kChunk, heads, latent, n, d.rank, t0 == 0 ? nullptr : decay, o_lat, d.rank);
     }
