@@ -52,7 +52,10 @@ def id_list(text: str) -> tuple[int, ...]:
 
 
 def _eps(text: str) -> float | None:
-    return None if text == "config" else float(text)
+    try:
+        return None if text == "config" else float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a number nor config") from None
 
 
 def parser() -> Parser:

@@ -47,6 +47,12 @@ def _ints(values: Sequence[int], what: str, error: type[Exception] = RequestErro
     return torch.from_numpy(wide.astype(np.int32))
 
 
+def _fits(name: str, value: int) -> None:
+    """Torch hands on 64 bits; what fewer mean is for the engine to say."""
+    if not -(2**63) <= value < 2**63:
+        raise RequestError(f"{name} {value} exceeds 64 bits")
+
+
 def _out(array: npt.NDArray[Any]) -> Any:
     import torch
 
@@ -140,6 +146,7 @@ class CsrcSession:
 
     def cache(self, layer: int) -> tuple[F32, F32]:
         """Committed rows of one layer: latent [length, R], k_rope [length, P]."""
+        _fits("layer", layer)
         length = self.length
         latent, k_rope = np.empty((length, self.rank), np.float32), np.empty((length, self.rope), np.float32)
         with self._turn, named_errors():
@@ -225,8 +232,7 @@ class CsrcSession:
                 table = table.copy()
             draft, first = torch.from_numpy(table), request.draft.first
         for name in ("max_tokens", "block_size", "budget"):
-            if not -(2**63) <= getattr(request, name) < 2**63:
-                raise RequestError(f"{name} {getattr(request, name)} exceeds 64 bits")
+            _fits(name, getattr(request, name))
         if not 0 <= request.seed < 2**64:
             raise RequestError(f"seed {request.seed} is not in 0..2^64-1")
         signed = request.seed - 2**64 if request.seed >= 2**63 else request.seed
@@ -311,6 +317,8 @@ class CsrcEngine:
         """Open a KDTR file as the protocol says."""
         if context is not None and context < 1:
             raise RequestError(f"context {context} is below 1")
+        _fits("context", context or 0)
+        _fits("max_rows", max_rows)
         name = _bytes(os.fsencode(path)), _bytes(os.fspath(path).encode("utf-8", "backslashreplace"))
         with named_errors():
             handle = self._ops.session_open(

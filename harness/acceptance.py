@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from harness.cells import FAILED, INFRASTRUCTURE, PASSED
-from harness.cli import Parser, output
+from harness.cli import Parser, output, positive
 from harness.engines import create
 from harness.environment import environment
 from harness.files import write_atomic
@@ -117,13 +117,6 @@ def show(lines: Sequence[Line]) -> str:
     return "\n".join(out)
 
 
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is less than 1")
-    return value
-
-
 def _parser() -> Parser:
     parser = Parser(
         prog="kdtree acceptance",
@@ -135,12 +128,12 @@ def _parser() -> Parser:
     parser.add_argument("--config", default="text", help="one with trained weights and a drafter")
     parser.add_argument("--precision", choices=PRECISIONS, help="default: all")
     parser.add_argument(
-        "--budget", type=_positive, action="append", help=f"may be repeated (default: {BUDGETS[0]} to {BUDGETS[-1]})"
+        "--budget", type=positive, action="append", help=f"may be repeated (default: {BUDGETS[0]} to {BUDGETS[-1]})"
     )
-    parser.add_argument("--block", type=_positive, default=16, help="a tree is at most block - 1 deep (default: 16)")
-    parser.add_argument("--passages", type=_positive, default=2, help="of each document (default: 2)")
-    parser.add_argument("--prompt", type=_positive, default=64, help="tokens of a prompt (default: 64)")
-    parser.add_argument("--tokens", type=_positive, default=96, help="to be decoded after each (default: 96)")
+    parser.add_argument("--block", type=positive, default=16, help="a tree is at most block - 1 deep (default: 16)")
+    parser.add_argument("--passages", type=positive, default=2, help="of each document (default: 2)")
+    parser.add_argument("--prompt", type=positive, default=64, help="tokens of a prompt (default: 64)")
+    parser.add_argument("--tokens", type=positive, default=96, help="to be decoded after each (default: 96)")
     parser.add_argument("--engine", default="csrc")
     parser.add_argument("--device", choices=DEVICES, default="cpu")
     parser.add_argument(

@@ -73,6 +73,13 @@ class Parser(argparse.ArgumentParser):
         self.exit(INFRASTRUCTURE, f"{self.prog}: {message}\n")
 
 
+def positive(text: str) -> int:
+    """As ``type=`` of an argument: a number from 1 on. Raises ArgumentTypeError."""
+    if not text.strip().isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1 on")
+    return int(text)
+
+
 def output(text: str) -> Path:
     """As ``type=`` of an argument: a file that can be written, told before the work that it is for is done.
 
@@ -126,7 +133,7 @@ def test(argv: Sequence[str]) -> int:
     arguments += [item for device in options.require_device for item in ("--require-device", device)]
     arguments += [item for count in options.ranks for item in ("--ranks", count)]
     arguments += ["--run-dir", options.run_dir] if options.run_dir else []
-    arguments += ["--cell-timeout", str(options.cell_timeout)] if options.cell_timeout else []
+    arguments += ["--cell-timeout", str(options.cell_timeout)] if options.cell_timeout is not None else []
     arguments += ["--scale"] if options.scale else []
     status = int(pytest.main([*arguments, *rest]))
     return status if status in (PASSED, FAILED, INCOMPLETE) else INFRASTRUCTURE

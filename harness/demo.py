@@ -20,7 +20,7 @@ import numpy as np
 from engine import costs
 from harness import tree_text
 from harness.cells import FAILED, INFRASTRUCTURE, PASSED
-from harness.cli import Parser
+from harness.cli import Parser, positive
 from harness.engines import create
 from harness.golden import Golden
 from harness.matrix import DEVICES, F32_PRECISIONS, PRECISIONS, Point
@@ -181,15 +181,11 @@ def show(results: Sequence[Result], block: int, budget: int | None, prompt: Sequ
     return "\n".join(out)
 
 
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is less than 1")
-    return value
-
-
 def _budget(text: str) -> int | None:
-    return None if text == "auto" else int(text)
+    try:
+        return None if text == "auto" else int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a number nor auto") from None
 
 
 def _parser() -> Parser:
@@ -202,8 +198,8 @@ def _parser() -> Parser:
     )
     parser.add_argument("--config", default="tiny", help="a name of refs/configs (default: tiny)")
     parser.add_argument("--precision", choices=PRECISIONS, help="default: fp32 and int4")
-    parser.add_argument("--tokens", type=_positive, default=24)
-    parser.add_argument("--block", type=_positive, default=8, help="a tree is at most block - 1 deep")
+    parser.add_argument("--tokens", type=positive, default=24)
+    parser.add_argument("--block", type=positive, default=8, help="a tree is at most block - 1 deep")
     parser.add_argument(
         "--budget", type=_budget, default=7, metavar="N|auto", help="nodes of a tree, or as many as pay on this machine"
     )

@@ -97,6 +97,9 @@ def _make_run(config: pytest.Config) -> Run | None:
     ids = _chosen_ids(config)
     if ids is None:
         return None
+    seconds = config.getoption("--cell-timeout")
+    if seconds is not None and not 0 < seconds < float("inf"):
+        raise Infrastructure(f"--cell-timeout {seconds:g}: a cell needs a time above 0")
     engine, expression = config.getoption("--engine"), config.getoption("keyword")
     devices, note = usable_devices(engine, config.getoption("--device"), config.getoption("--require-device"))
     try:

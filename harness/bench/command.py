@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from harness.cells import INFRASTRUCTURE, PASSED
-from harness.cli import Parser, output
+from harness.cli import Parser, output, positive
 from harness.files import write_atomic
 from harness.matrix import DEVICES
 
@@ -32,14 +32,17 @@ SCHEMA = 1
 
 
 def _positive(text: str) -> float:
-    value = float(text)
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
     if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} is not above 0")
+        raise argparse.ArgumentTypeError(f"{text!r} is not above 0")
     return value
 
 
 def _width(text: str) -> int:
-    value = int(text)
+    value = positive(text)
     if value < 2:
         raise argparse.ArgumentTypeError(f"{value} is below 2: the root and at least one node")
     return value

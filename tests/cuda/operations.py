@@ -9,25 +9,9 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.library import library, named_errors
+from tests.engine.engine_ops import STATE
 
 Array = npt.NDArray[Any]
-STATE = [
-    "kv_len",
-    "n_rows",
-    "bonus",
-    "committed",
-    "limit",
-    "done",
-    "n_accepted",
-    "base",
-    "error",
-    "error_row",
-    "error_detail",
-    "rounds",
-    "draft_first",
-    "draft_rows",
-]
-"""StepState's i32 fields in order; the two words of the seed follow."""
 NONE = np.empty(0, np.float32)
 NO_SCALE = np.empty(0, np.uint8)
 

@@ -176,6 +176,8 @@ def test_the_context_can_be_filled_to_the_last_position(device: str, tiny2: Path
         ({"context": 10**9}, "RequestError", "context 1000000000 is not in"),
         ({"max_rows": 0}, "RequestError", "max_rows 0"),
         ({"max_rows": 10**6}, "RequestError", "max_rows 1000000"),
+        ({"max_rows": 2**70}, "RequestError", "max_rows 1180591620717411303424 exceeds 64 bits"),
+        ({"context": 2**70}, "RequestError", "exceeds 64 bits"),
         ({"precision": "int8"}, "RequestError", "precision 'int8'"),
     ],
 )

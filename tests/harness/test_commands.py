@@ -38,14 +38,21 @@ def test_a_command_whose_module_is_absent_is_not_offered(monkeypatch: pytest.Mon
 
 WRONG = [[], ["nothing"], ["demo", "--tokens", "0"], ["inspect"], ["test", "-k"]]
 WRONG += [["matrix", "--ranks", ranks] for ranks in ("0", "-2", "7919")] + [["mutants", "--fraction", "1/0"]]
-WRONG += [["build", "--arch", "12.0"]]
+WRONG += [
+    ["build", "--arch", "12.0"],
+    ["demo", "--budget", "x"],
+    ["bench", "--seconds", "x"],
+    ["demo", "--tokens", "x"],
+]
+WRONG += [["import", ".", "-o", "x", "--inner-norm-eps", "x"]]
 WRONG += [["plan", "k2.6", "--memory", memory] for memory in ("nan", "inf", "1")]
 WRONG += [[name, "--nothing"] for name in sorted(cli.available()) if name != "test"]  # that one hands on to pytest
 
 
 @pytest.mark.parametrize("arguments", WRONG)
-def test_wrong_arguments_end_with_3(arguments: list[str]) -> None:
+def test_wrong_arguments_end_with_3(arguments: list[str], capfd: pytest.CaptureFixture[str]) -> None:
     assert cli.main(arguments) == 3
+    assert "invalid _" not in capfd.readouterr().err  # the name of a function of ours
 
 
 @pytest.mark.parametrize("name", sorted(cli.available()))

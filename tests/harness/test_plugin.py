@@ -76,6 +76,7 @@ def test_a_passing_run_leaves_a_whole_ledger(run: Command, tmp_path: Path) -> No
         again = run(*arguments[:-3], str(folder))
         assert again.returncode == 3
         assert reason in again.stderr
+    assert "--cell-timeout 0: a cell needs a time above 0" in run("--cell-timeout", "0").stderr
     assert ledgers.read(run_dir) == ledger
 
 
