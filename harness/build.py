@@ -41,6 +41,7 @@ NAMESPACE = {"cpu": "kdtree", "cuda": "kdtree_cuda"}  # of torch.ops, by device
 TORCH_API = (
     "0x020b000000000000ULL"  # the stable ABI of torch 2.11: what is compiled runs under this torch or a newer one
 )
+UNUSED_SECONDS = 7 * 24 * 3600
 EVERY = 10.0  # seconds between two lines of progress
 SANITIZERS = {"address": "address,undefined", "thread": "thread"}
 
@@ -86,15 +87,28 @@ def build(
     final = home / f"{device}-{key}"
     library = final / f"{NAME}.so"
     if library.exists():
+        with contextlib.suppress(OSError):  # a cache that this user may only read
+            os.utime(final)
         return library
     try:
         home.mkdir(parents=True, exist_ok=True)
         with _exclusive(home / f".{device}-{key}.lock"):
             if not library.exists():  # another process may have been first
                 _make(extension, files, flags, capabilities, final)
+                _drop_unused(home)
     except OSError as error:
         raise BuildError(f"{said(error)}; KDTREE_BUILD names another folder than {home}") from error
     return library
+
+
+def _drop_unused(home: Path) -> None:
+    """Remove builds that nobody has asked for in a week, and what compilers said of those that failed."""
+    oldest = time.time() - UNUSED_SECONDS
+    for path in home.iterdir():
+        if re.fullmatch(r"(cpu|cuda)-[0-9a-f]{20}(\.log)?", path.name):
+            with contextlib.suppress(OSError):  # another run is at it, too
+                if path.stat().st_mtime < oldest:
+                    shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def _flags(device: str, debug: bool, sanitize: str | None) -> dict[str, list[str]]:

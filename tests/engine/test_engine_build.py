@@ -125,6 +125,24 @@ def test_the_key_covers_what_the_compiler_read() -> None:
     assert read <= covered
 
 
+def test_what_nobody_asked_for_in_a_week_leaves_the_cache(tree: Path) -> None:
+    cache = Path(os.environ["KDTREE_BUILD"])
+    names = [f"cpu-{'0' * 20}", f"cuda-{'1' * 20}", f"cpu-{'2' * 20}.log", f"cpu-{'3' * 20}", "costs", "mutants"]
+    for name in names:
+        (cache / name).mkdir(parents=True)
+        os.utime(cache / name, (0, 0))
+    (cache / names[2]).rmdir()
+    (cache / names[2]).touch()
+    os.utime(cache / names[2], (0, 0))
+    os.utime(cache / names[3])
+    library = build()
+    os.utime(library.parent, (0, 0))
+    assert build() == library
+    builder._drop_unused(cache)
+    left = sorted(p.name for p in cache.iterdir() if not p.name.startswith("."))
+    assert left == sorted([library.parent.name, *names[3:]])
+
+
 def test_a_header_of_any_folder_is_in_the_key_of_who_includes_it(tree: Path) -> None:
     """A header that nobody includes asks for no other build; one that a header includes does."""
     for name, text in (("cuda/used.h", "#define USED 1\n"), ("cuda/other.h", ""), ("cpu/inner.inc", "")):
