@@ -50,8 +50,10 @@ inline KDTREE_INLINE void tile_int4(const float* const* x, const uint8_t* q, con
       for (int i = 0; i < Mr; ++i) acc[i][j] = fma(part[i][j], s, acc[i][j]);
     }
   }
+  float sums[Mr][Nr];
+  tree_sums(acc, sums);
   for (int i = 0; i < Mr; ++i) {
-    for (int j = 0; j < Nr; ++j) y[i * ldy + j] = tree_sum(acc[i][j]);
+    for (int j = 0; j < Nr; ++j) y[i * ldy + j] = sums[i][j];
   }
 }
 

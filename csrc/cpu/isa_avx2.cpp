@@ -85,6 +85,18 @@ inline KDTREE_INLINE float tree_sum(V v) {
   return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
 }
 
+// Four halving trees in one: every step adds the halves of what is left of two vectors, side by side.
+inline KDTREE_INLINE __m256 halves(const V& x, const V& y) {
+  const __m256 a = _mm256_add_ps(x.lo, x.hi), b = _mm256_add_ps(y.lo, y.hi);
+  return _mm256_add_ps(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31));
+}
+inline KDTREE_INLINE void sum4(const V* x, float* out) {
+  const __m256 ab = halves(x[0], x[1]), cd = halves(x[2], x[3]);  // four lanes of each
+  const __m256 pairs = _mm256_add_ps(_mm256_shuffle_ps(ab, cd, 0x44), _mm256_shuffle_ps(ab, cd, 0xEE));
+  const __m256 acbd = _mm256_add_ps(_mm256_shuffle_ps(pairs, pairs, 0x88), _mm256_shuffle_ps(pairs, pairs, 0xDD));
+  _mm_storeu_ps(out, _mm_unpacklo_ps(_mm256_castps256_ps128(acbd), _mm256_extractf128_ps(acbd, 1)));
+}
+
 #include "lanes.h"
 
 #include "int4_body.h"

@@ -16,6 +16,9 @@
 #if defined(__clang__)
 #pragma clang attribute push(__attribute__((target("avx2,fma,avx512f,avx512bw,avx512dq,avx512vl"))), apply_to = function)
 #else
+// GCC 12's own intrinsics leave undefined what they then warn of (its bug 105593).
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #pragma GCC target("avx2,fma,avx512f,avx512bw,avx512dq,avx512vl")
 #endif
 
@@ -70,6 +73,27 @@ inline KDTREE_INLINE float tree_sum(V v) {
   const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
   const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
   return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+}
+
+#define KDTREE_OWN_TAILS
+inline KDTREE_INLINE __mmask16 first(int lanes) { return static_cast<__mmask16>((1u << lanes) - 1u); }
+inline KDTREE_INLINE V load_tail(const float* p, int lanes) { return {_mm512_maskz_loadu_ps(first(lanes), p)}; }
+inline KDTREE_INLINE V load_tail(const uint16_t* p, int lanes) {
+  const __m512i wide = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(first(lanes), p));
+  return {_mm512_castsi512_ps(_mm512_slli_epi32(wide, 16))};
+}
+inline KDTREE_INLINE void store_tail(float* p, V v, int lanes) { _mm512_mask_storeu_ps(p, first(lanes), v.v); }
+
+// Four halving trees in one: every step adds the halves of what is left of two vectors, side by side.
+inline KDTREE_INLINE __m512 halves(__m512 a, __m512 b) {
+  return _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xEE));
+}
+inline KDTREE_INLINE void sum4(const V* x, float* out) {
+  const __m512 ab = halves(x[0].v, x[1].v), cd = halves(x[2].v, x[3].v);  // 8 lanes of each
+  const __m512 quads = _mm512_add_ps(_mm512_shuffle_f32x4(ab, cd, 0x88), _mm512_shuffle_f32x4(ab, cd, 0xDD));
+  const __m512 pairs = _mm512_add_ps(quads, _mm512_permute_ps(quads, 0xEE));
+  const __m512 sums = _mm512_add_ps(pairs, _mm512_permute_ps(pairs, 0x55));
+  _mm_storeu_ps(out, _mm512_castps512_ps128(_mm512_maskz_compress_ps(0x1111, sums)));
 }
 
 #include "lanes.h"

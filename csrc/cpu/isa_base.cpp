@@ -180,6 +180,10 @@ inline V fma(V a, V b, V c) {
 }
 #endif
 
+inline void sum4(const V* x, float* out) {
+  for (int i = 0; i < 4; ++i) out[i] = tree_sum(x[i]);
+}
+
 #include "lanes.h"
 
 #include "int4_body.h"

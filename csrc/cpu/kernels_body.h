@@ -31,8 +31,10 @@ inline __attribute__((always_inline)) void tile_plain(const T* const* x, const T
       for (int j = 0; j < Nr; ++j) acc[i][j] = fma(a, b[j], acc[i][j]);
     }
   }
+  float sums[Mr][Nr];
+  tree_sums(acc, sums);
   for (int i = 0; i < Mr; ++i) {
-    for (int j = 0; j < Nr; ++j) y[i * ldy + j] = tree_sum(acc[i][j]);
+    for (int j = 0; j < Nr; ++j) y[i * ldy + j] = sums[i][j];
   }
 }
 

@@ -1,4 +1,5 @@
-// What products share: loads and stores of fewer than 16 lanes for any V (see kernels_body.h), and asking for memory ahead.
+// What products share: loads and stores of fewer than 16 lanes for any V (see kernels_body.h) that has none of its own, the halving
+// trees of a tile, and asking for memory ahead.
 
 inline float value_of(float x) { return x; }
 inline float value_of(uint16_t bits) { return bf16_value(bits); }
@@ -7,6 +8,7 @@ inline float value_of(uint16_t bits) { return bf16_value(bits); }
 constexpr int kAhead = 4096;  // bytes
 inline KDTREE_INLINE void prefetch(const void* p) { __builtin_prefetch(p, 0, 2); }
 
+#ifndef KDTREE_OWN_TAILS
 inline V load_tail(const float* p, int lanes) {
   float padded[16] = {};
   std::memcpy(padded, p, sizeof(float) * static_cast<size_t>(lanes));
@@ -23,4 +25,18 @@ inline void store_tail(float* p, V v, int lanes) {
   float padded[16];
   v.store(padded);
   std::memcpy(p, padded, sizeof(float) * static_cast<size_t>(lanes));
+}
+#endif
+
+// out = tree_sum of every vector of a tile; sum4 of the instruction set does four at a time.
+template <int Mr, int Nr>
+inline KDTREE_INLINE void tree_sums(const V (&v)[Mr][Nr], float (&out)[Mr][Nr]) {
+  const auto at = [&](int i) KDTREE_INLINE -> const V& { return v[i / Nr][i % Nr]; };
+  for (int i = 0; i < Mr * Nr / 4 * 4; i += 4) {
+    const V four[4] = {at(i), at(i + 1), at(i + 2), at(i + 3)};
+    float sums[4];
+    sum4(four, sums);
+    for (int t = i; t < i + 4; ++t) out[t / Nr][t % Nr] = sums[t - i];
+  }
+  for (int i = Mr * Nr / 4 * 4; i < Mr * Nr; ++i) out[i / Nr][i % Nr] = tree_sum(at(i));
 }
