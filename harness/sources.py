@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 SOURCE_FILE = ".kdtree-source.json"
+HOOKED = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_COMMON_DIR", "GIT_OBJECT_DIRECTORY", "GIT_PREFIX")
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -54,9 +55,16 @@ def tree_hash(root: Path, *folders: str) -> str:
     return digest.hexdigest()
 
 
+def git_environment() -> dict[str, str]:
+    """For git to look at the folder that it runs in: within a hook, variables name the repository committed to."""
+    return {name: value for name, value in os.environ.items() if name not in HOOKED}
+
+
 def _git(root: Path, *arguments: str) -> str | None:
     try:
-        done = subprocess.run(["git", *arguments], cwd=root, capture_output=True, timeout=60, check=False)
+        done = subprocess.run(
+            ["git", *arguments], cwd=root, env=git_environment(), capture_output=True, timeout=60, check=False
+        )
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.decode("utf-8", "backslashreplace") if done.returncode == 0 else None

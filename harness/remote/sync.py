@@ -109,11 +109,9 @@ def _name(path: bytes) -> str:
 
 def listed(root: Path) -> list[bytes]:
     """Paths below ``root`` that git tracks or does not ignore, and that exist. Raises SyncError."""
-    # A git hook that runs this has set GIT_DIR and GIT_INDEX_FILE for another purpose.
-    env = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     argv = ["git", "-C", str(root), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     try:
-        done = subprocess.run(argv, env=env, capture_output=True, check=False)
+        done = subprocess.run(argv, env=sources.git_environment(), capture_output=True, check=False)
     except OSError as error:
         raise SyncError(f"git: {error.strerror}; what is sent is what git tracks or does not ignore") from None
     if done.returncode:

@@ -44,6 +44,16 @@ def test_a_tree_that_a_larger_repository_holds_is_of_its_commit(outer: Path) -> 
     assert describe(tree).commit == git(outer, "rev-parse", "HEAD").strip()
 
 
+def test_a_hook_s_variables_name_no_other_repository(outer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gate that a hook calls, and these tests, mean the folder they name."""
+    commit = git(outer, "rev-parse", "HEAD").strip()
+    (outer / "other").mkdir()
+    git(outer / "other", "init", "-q")
+    monkeypatch.setenv("GIT_DIR", str(outer / "other" / ".git"))
+    monkeypatch.setenv("GIT_INDEX_FILE", str(outer / "other" / "index"))
+    assert (describe(outer).commit, describe(outer).dirty) == (commit, ("other/",))
+
+
 def test_a_worktree_is_of_its_own_commit(outer: Path) -> None:
     git(outer, "worktree", "add", "-q", "-b", "side", str(outer / "side"))
     (outer / "side" / "new").write_text("x")
