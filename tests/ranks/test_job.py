@@ -80,10 +80,8 @@ FAULTS: dict[str, tuple[Callable[[RankedSession, int], None], str]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "fault",
-    ["killed", *(pytest.param(name, marks=pytest.mark.slow) for name in ("stopped", "interrupted", "corrupted"))],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", FAULTS)
 def test_a_rank_that_fails_ends_the_job_and_is_named_first(golden: Golden, fault: str) -> None:
     act, verdict = FAULTS[fault]
     engine = RankedEngine("cpu", 2)
