@@ -37,9 +37,10 @@ class Threads {
   std::condition_variable wake_, finished_;
   const std::function<void(int)>* task_ = nullptr;  // guarded by mutex_, as all that follows but next_
   int n_ = 0;
-  int active_ = 0;        // workers that have not yet left the current run
-  uint64_t round_ = 0;
   bool stop_ = false;
+  // Written under mutex_, too, but read without it by who waits a moment before sleeping.
+  std::atomic<int> active_{0};  // workers that have not yet left the current run
+  std::atomic<uint64_t> round_{0};
   std::atomic<int> next_{0};
 };
 
