@@ -1,6 +1,6 @@
-// See threads.h. Between runs, and at their end, a thread looks on for about the time that waking it would take, offering the
-// processor to others, and then sleeps: operations of a step follow each other sooner, and processes that share the processors
-// do not slow each other down.
+// See threads.h. A thread that has nothing to do sleeps. After much work it first looks on for about as long as waking it would
+// take, offering the processor to others: the next operation of a step follows sooner, and processes that share the processors do
+// not slow each other down.
 #include "threads.h"
 
 #include <chrono>
@@ -21,10 +21,12 @@ constexpr int kMaxThreads = 256;
 // A thread takes consecutive tasks, because their operands follow each other in memory: of what is left, one part in so many times
 // the threads, so that those that start late or are held up find work to the end.
 constexpr int kShares = 4;
+constexpr double kMuchWork = 8 * kSerialWork;     // of which the time of looking on is a small part
 constexpr std::chrono::microseconds kLookOn{50};  // an idle processor of a virtual machine takes some 30 to wake
 
 template <class F>
-void look_on(const F& over) {
+void look_on(double work, const F& over) {
+  if (work < kMuchWork) return;
   const auto end = std::chrono::steady_clock::now() + kLookOn;
   while (!over() && std::chrono::steady_clock::now() < end) std::this_thread::yield();
 }
@@ -89,16 +91,18 @@ void Threads::drain(const std::function<void(int)>& task, int n) {
 
 void Threads::loop() {
   uint64_t seen = 0;
+  double work = 0.0;
   std::unique_lock<std::mutex> lock(mutex_);
   for (;;) {
     lock.unlock();
-    look_on([&] { return round_ != seen; });
+    look_on(work, [&] { return round_ != seen; });
     lock.lock();
     wake_.wait(lock, [&] { return stop_ || (round_ != seen && task_ != nullptr); });
     if (stop_) return;
     seen = round_;
     const std::function<void(int)>& task = *task_;
     const int n = n_;
+    work = work_;
     ++active_;
     lock.unlock();
     drain(task, n);
@@ -118,6 +122,7 @@ void Threads::run(int n, double work, const std::function<void(int)>& task) {
     const std::lock_guard<std::mutex> lock(mutex_);
     task_ = &task;
     n_ = n;
+    work_ = work;
     next_.store(0, std::memory_order_relaxed);
     ++round_;
   }
@@ -128,7 +133,7 @@ void Threads::run(int n, double work, const std::function<void(int)>& task) {
   const auto over = [&] { return active_ == 0; };
   if (over()) return;
   lock.unlock();
-  look_on(over);
+  look_on(work, over);
   lock.lock();
   finished_.wait(lock, over);
 }

@@ -37,6 +37,7 @@ class Threads {
   std::condition_variable wake_, finished_;
   const std::function<void(int)>* task_ = nullptr;  // guarded by mutex_, as all that follows but next_
   int n_ = 0;
+  double work_ = 0.0;
   bool stop_ = false;
   // Written under mutex_, too, but read without it by who waits a moment before sleeping.
   std::atomic<int> active_{0};  // workers that have not yet left the current run
