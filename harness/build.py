@@ -19,6 +19,7 @@ import platform
 import re
 import shlex
 import shutil
+import subprocess
 import sys
 import tempfile
 import threading
@@ -43,6 +44,12 @@ TORCH_API = (
 )
 UNUSED_SECONDS = 7 * 24 * 3600
 EVERY = 10.0  # seconds between two lines of progress
+AHEAD = "ahead.h"
+STANDARD = (
+    *("algorithm", "cmath", "condition_variable", "cstdint", "cstdlib", "cstring", "functional", "map", "memory"),
+    *("mutex", "optional", "stdexcept", "string", "thread", "vector"),
+)
+"""Headers that most sources include, read once for all of them: a quarter of a build's time."""
 SANITIZERS = {"address": "address,undefined", "thread": "thread"}
 
 
@@ -94,7 +101,8 @@ def build(
         home.mkdir(parents=True, exist_ok=True)
         with _exclusive(home / f".{device}-{key}.lock"):
             if not library.exists():  # another process may have been first
-                _make(extension, files, flags, capabilities, final)
+                gnu = "Free Software Foundation" in compiler
+                _make(extension, files, flags, capabilities, final, precompile=gnu)
                 _drop_unused(home)
     except OSError as error:
         raise BuildError(f"{said(error)}; KDTREE_BUILD names another folder than {home}") from error
@@ -202,7 +210,13 @@ def _environment(changes: dict[str, str]) -> Iterator[None]:
 
 
 def _make(
-    extension: Any, files: Sequence[Path], flags: dict[str, list[str]], capabilities: Sequence[str], final: Path
+    extension: Any,
+    files: Sequence[Path],
+    flags: dict[str, list[str]],
+    capabilities: Sequence[str],
+    final: Path,
+    *,
+    precompile: bool,
 ) -> None:
     # The caller holds the lock, so what lies here unfinished belongs to builds that died. The compilers of one that was
     # killed may still be running in its folder: hence a folder of another name for each build.
@@ -222,10 +236,12 @@ def _make(
         import ninja
 
         changes["PATH"] = f"{ninja.BIN_DIR}{os.pathsep}{os.environ.get('PATH', '')}"
+    common = [*flags["cxx"], *local]
+    ahead = _precompile(str(extension.get_cxx_compiler()), common, folder) if precompile else []
     values = {
         "name": NAME,
         "sources": [str(p) for p in files],
-        "extra_cflags": [*flags["cxx"], *local],
+        "extra_cflags": [*common, *ahead],
         "extra_cuda_cflags": flags["cuda"],
         "extra_sycl_cflags": [],
         "extra_ldflags": list(flags["link"]),
@@ -246,6 +262,8 @@ def _make(
     try:
         with _environment(changes), _progress(f"compiling {len(files)} files of csrc/", made):
             compile_and_link(**{name: value for name, value in values.items() if name in known})
+        for made_ahead in folder.glob(f"{AHEAD}*"):
+            made_ahead.unlink()
         os.rename(folder, final)  # with its objects, which harness/mutants/build.py links again
     except RuntimeError as error:
         log = final.parent / f"{final.name}.log"
@@ -254,6 +272,16 @@ def _make(
         raise BuildError(_readable(str(error), log)) from error
     finally:
         shutil.rmtree(folder, ignore_errors=True)  # of a build that failed; a finished one has another name
+
+
+def _precompile(compiler: str, flags: Sequence[str], folder: Path) -> list[str]:
+    """Flags by which a compilation in ``folder`` finds `STANDARD` already read. They change nothing that is compiled:
+    every source includes what it uses."""
+    header = folder / AHEAD
+    header.write_text("".join(f"#include <{name}>\n" for name in STANDARD))
+    command = f"{compiler} -fPIC {' '.join(flags)} -x c++-header {AHEAD} -o {AHEAD}.gch"
+    subprocess.run(command, shell=True, cwd=folder, capture_output=True, check=False)  # without it the text is read
+    return ["-include", AHEAD]
 
 
 def _readable(text: str, log: Path) -> str:

@@ -32,7 +32,9 @@ UNUSED_SECONDS = 7 * 24 * 3600
 Command = Callable[[str, str], str]
 """The command line that makes one file of another: input, output, both quoted for the shell."""
 _VARIABLE = re.compile(r"\$(?:\{([a-z_]+)\}|([a-z_]+))")
-_PREFIX_MAP = re.compile(r"-ffile-prefix-map=(?:'[^']*'|\S)+")  # names the checkout that happened to build
+_OF_ONE_FOLDER = re.compile(
+    r"-ffile-prefix-map=(?:'[^']*'|\S)+|-include ahead\.h"
+)  # of the real build, not of its result
 
 
 class CompileError(Exception):
@@ -164,7 +166,7 @@ def _parse(text: str) -> tuple[dict[str, str], dict[str, str], list[Unit]]:
                 units.append(Unit(output, name, _below_csrc(Path(inputs[0]))))
         elif " = " in line and not line.startswith(" "):
             name, _, value = line.partition(" = ")
-            variables[name] = _PREFIX_MAP.sub("", value)
+            variables[name] = _OF_ONE_FOLDER.sub("", value)
     return variables, rules, units
 
 
