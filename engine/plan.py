@@ -29,6 +29,7 @@ WHOLE = ("attn.q_a.w", "attn.kv_a.w", "router.w", "router.bias", "norm.w")
 CONTEXTS = (4096, 8192, 32768, 131072, 262144)
 ROWS = 65
 SEGMENT = 512  # keys whose partial results attention keeps apart on a GPU (csrc/cuda/mla_attention.cu)
+UNIT = 128  # weights that an INT4 product takes at a time on the CPU (csrc/cpu/kernels.h)
 STATE = 4096  # bytes of a step's state and checksums
 ROW_STATE = 64  # bytes of a row's token, parent, depth, choice, score, acceptance
 
@@ -98,14 +99,19 @@ def _cuda_scratch(c: ModelConfig, heads: int, context: int, rows: int) -> int:
     return 4 * rows * heads * segments * (c.kv_lora_rank + 2) if segments > 1 else 0
 
 
+def _packed(k: int) -> int:
+    """Floats of a row of ``k`` as the CPU's products take it."""
+    return -(-k // UNIT) * UNIT
+
+
 def _cpu_scratch(c: ModelConfig, precision: str, heads: int, rows: int) -> int:
     """Rows normed and packed for a product, and a product of every chosen expert."""
     o = c.num_heads * c.v_head_dim
     k = max(c.hidden_size, c.q_lora_rank, o, c.intermediate_size if c.first_k_dense else 0)
-    linear = rows * (4 * (k + groups(k) * GROUP) + 8)
-    chosen = c.num_experts_per_tok
-    inner, dim = groups(c.moe_intermediate_size) * GROUP, c.hidden_size
-    moe = rows * 4 * (2 * dim + groups(dim) * GROUP + chosen * (inner + dim + 5) + 4) + 8 * c.n_routed_experts
+    linear = rows * (4 * 2 * _packed(k) + 8)
+    chosen, dim = c.num_experts_per_tok, c.hidden_size
+    f32 = 2 * dim + dim / 2 + _packed(dim) + chosen * (_packed(c.moe_intermediate_size) + dim + 5) + 4
+    moe = math.ceil(rows * 4 * f32) + 8 * c.n_routed_experts
     attention = 4 * rows * heads * c.kv_lora_rank if precision in BF16_PRECISIONS else 0
     return max(linear, moe if c.first_k_dense < c.num_layers else 0, attention)
 

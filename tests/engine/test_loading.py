@@ -41,7 +41,7 @@ FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"inner_norm_eps": -1e-6}, "inner_norm_eps: must be above 0"),
     ({"rope_theta": 1.0}, "rope_theta: must be above 1"),
     ({"rope_factor": 0.5}, "rope_factor: must be at least 1"),
-    ({"rope_beta_fast": 0.0}, "rope_beta_fast: must be above 0"),
+    ({"rope_beta_fast": 0.0}, "rope_beta_fast: gives YaRN's ramp no edge"),
     ({"num_heads": 2**30}, "num_heads: 1073741824 * 24 exceeds 2^31-1"),
     ({"n_shared_experts": 2**30}, "n_shared_experts: 32 * 1073741824 exceeds"),
 ]
