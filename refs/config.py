@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from refs.elementary import scalar_log
 from refs.errors import ConfigError
 from refs.quant import GROUP, groups
 
@@ -103,7 +104,7 @@ class ModelConfig:
                 raise ConfigError(f"{file}: {f.name}: {value} is not in {low}..{most.get(f.name, '2^31-1')}")
         per_group = self.n_routed_experts // self.n_group
         yarn, original = self.rope_factor > 1, self.rope_original_context
-        amplitude = 0.1 * self.rope_mscale_all_dim * math.log(self.rope_factor) + 1 if yarn else 1.0
+        amplitude = 0.1 * self.rope_mscale_all_dim * scalar_log(self.rope_factor) + 1 if yarn else 1.0
         rules = (
             ("first_k_dense", self.first_k_dense <= self.num_layers, "more than num_layers"),
             ("qk_rope_head_dim", self.qk_rope_head_dim % 2 == 0, "odd, but RoPE rotates pairs"),
