@@ -108,7 +108,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if min(options.runs, options.together, *options.workers) < 1 or options.loops < 0:
         parser.error("--runs, --together and --workers take numbers from 1 on, --loops from 0 on")
     sources = describe()
-    about = {"commit": sources.commit, "dirty": list(sources.dirty), "device": options.device, "loops": options.loops}
+    record = options.json.resolve() if options.json else None
+    dirty = [path for path in sources.dirty if (ROOT / path).resolve() != record]  # the record may lie in the checkout
+    about = {"commit": sources.commit, "dirty": dirty, "device": options.device, "loops": options.loops}
     runs = earlier(options.json, about)
     seen = {run["seed"] for run in runs}
     with tempfile.TemporaryDirectory() as scratch, load(options.loops), ThreadPoolExecutor(options.together) as pool:

@@ -8,11 +8,18 @@ from typing import Any
 
 import pytest
 
+from harness.sources import Sources
 from tests import false_alarms
 
 
 def test_a_series_goes_on_where_it_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     record = tmp_path / "record.json"
+    monkeypatch.setattr(false_alarms, "ROOT", tmp_path)
+
+    def describe() -> Sources:
+        return Sources("c0ffee", ("record.json",) if record.exists() else (), "", "", "")
+
+    monkeypatch.setattr(false_alarms, "describe", describe)
     began: list[tuple[int, int]] = []
 
     def one(seed: int, workers: int, device: str, folder: Path) -> dict[str, Any]:
@@ -28,7 +35,8 @@ def test_a_series_goes_on_where_it_ended(tmp_path: Path, monkeypatch: pytest.Mon
     content = json.loads(record.read_text())
     assert [(run["seed"], run["workers"]) for run in content["runs"]] == began == [(7, 1), (8, 2)]
     assert (content["loops"], content["device"]) == (0, "cpu")
-    assert {"commit", "dirty", "environment"} <= set(content)
+    assert (content["commit"], content["dirty"]) == ("c0ffee", [])
+    assert "environment" in content
     began.clear()
     with pytest.raises(KeyboardInterrupt):
         false_alarms.main([*series, "--loops", "1"])
