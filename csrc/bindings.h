@@ -1,8 +1,7 @@
 // Plain pointers out of torch tensors, checked, and functions as torch calls them; what the binding files share.
 #pragma once
-#if defined(__GNUC__) && !defined(__clang__)
-#pragma GCC optimize("O1")  // registration, of which nothing is hot, and which takes the compiler long
-#endif
+#include "cold.h"
+
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/tensor.h>
 

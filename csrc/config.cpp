@@ -1,4 +1,6 @@
 // See config.h; docs/model.md states the fields, their ranges and the RoPE formulas.
+#include "cold.h"
+
 #include "config.h"
 
 #include <algorithm>

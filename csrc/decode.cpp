@@ -1,5 +1,7 @@
 // The loop that serves AR and DDTree. A round runs wholly in the backend: tree, forward, choice, accept, compaction; the host
 // then learns what was accepted in one transfer. On a backend with graphs a round is one graph, captured per key.
+#include "cold.h"
+
 #include "decode.h"
 
 #include <algorithm>

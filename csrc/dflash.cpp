@@ -1,4 +1,6 @@
 // The drafter's two passes, operation by operation; see dflash.h.
+#include "cold.h"
+
 #include "dflash.h"
 
 #include <algorithm>

@@ -1,4 +1,6 @@
 // See kdtr.h. Offsets and checks in the order of docs/kdtr.md.
+#include "cold.h"
+
 #include "kdtr.h"
 
 #include <fcntl.h>

@@ -1,4 +1,6 @@
 // Opening a session, and the calls that run rows one at a time: prefill, step, verify, commit, taps.
+#include "cold.h"
+
 #include <algorithm>
 #include <limits>
 

@@ -1,4 +1,5 @@
 // Finds the tensors of docs/model.md in a file, checks type and shape, and makes a rank's part of them resident.
+#include "cold.h"
 #include "finder.h"
 #include "model.h"
 

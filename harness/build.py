@@ -19,6 +19,7 @@ import platform
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -237,7 +238,11 @@ def _make(
 
         changes["PATH"] = f"{ninja.BIN_DIR}{os.pathsep}{os.environ.get('PATH', '')}"
     common = [*flags["cxx"], *local]
-    ahead = _precompile(str(extension.get_cxx_compiler()), common, folder) if precompile else []
+    ahead: list[str] = []
+    reading = None
+    if precompile:
+        reading = _precompile(str(extension.get_cxx_compiler()), common, folder)
+        ahead = ["-include", AHEAD]
     values = {
         "name": NAME,
         "sources": [str(p) for p in files],
@@ -262,6 +267,7 @@ def _make(
     try:
         with _environment(changes), _progress(f"compiling {len(files)} files of csrc/", made):
             compile_and_link(**{name: value for name, value in values.items() if name in known})
+        _end(reading)
         for made_ahead in folder.glob(f"{AHEAD}*"):
             made_ahead.unlink()
         os.rename(folder, final)  # with its objects, which harness/mutants/build.py links again
@@ -271,17 +277,28 @@ def _make(
             log.write_text(str(error))
         raise BuildError(_readable(str(error), log)) from error
     finally:
+        _end(reading)
         shutil.rmtree(folder, ignore_errors=True)  # of a build that failed; a finished one has another name
 
 
-def _precompile(compiler: str, flags: Sequence[str], folder: Path) -> list[str]:
-    """Flags by which a compilation in ``folder`` finds `STANDARD` already read. They change nothing that is compiled:
-    every source includes what it uses."""
-    header = folder / AHEAD
-    header.write_text("".join(f"#include <{name}>\n" for name in STANDARD))
-    command = f"{compiler} -fPIC {' '.join(flags)} -x c++-header {AHEAD} -o {AHEAD}.gch"
-    subprocess.run(command, shell=True, cwd=folder, capture_output=True, check=False)  # without it the text is read
-    return ["-include", AHEAD]
+def _precompile(compiler: str, flags: Sequence[str], folder: Path) -> subprocess.Popen[bytes]:
+    """Begins to read `STANDARD` for all who include `AHEAD` in ``folder``.
+
+    Sources that are compiled before that is done, or where it fails, read the text. It changes nothing that is
+    compiled: every source includes what it uses.
+    """
+    (folder / AHEAD).write_text("".join(f"#include <{name}>\n" for name in STANDARD))
+    command = f"{compiler} -fPIC {' '.join(flags)} -x c++-header {AHEAD} -o {AHEAD}.part && mv {AHEAD}.part {AHEAD}.gch"
+    quiet = subprocess.DEVNULL
+    return subprocess.Popen(command, shell=True, cwd=folder, stdout=quiet, stderr=quiet, start_new_session=True)
+
+
+def _end(process: subprocess.Popen[bytes] | None) -> None:
+    """Ends what may still run of a shell's commands."""
+    if process is not None and process.poll() is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def _readable(text: str, log: Path) -> str:

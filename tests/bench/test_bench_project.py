@@ -20,6 +20,7 @@ def python(code: str) -> tuple[str, ...]:
     return sys.executable, "-c", code
 
 
+@pytest.mark.slow
 def test_the_first_line_comes_before_the_end() -> None:
     first = project.once(python(SLOW), os.environ, first_line=True)
     whole = project.once(python(SLOW), os.environ, first_line=False)

@@ -52,6 +52,7 @@ def test_the_full_model_has_k26_sizes() -> None:
     assert work.forward_bytes(full, "int4", 1, 0) == k26.size(full) - idle + 4 * 7168
 
 
+@pytest.mark.slow
 def test_a_small_one_is_written_loaded_and_timed(tmp_path: Path) -> None:
     config, path, said = k26.model(**SMALL), tmp_path / "small.kdtr", []
     k26.write(path, config, said.append)
@@ -69,6 +70,7 @@ def test_a_small_one_is_written_loaded_and_timed(tmp_path: Path) -> None:
     assert found[1].bytes > found[0].bytes
 
 
+@pytest.mark.slow
 def test_widths_are_held_to_each_others_bits(tmp_path: Path) -> None:
     """A file without f32 matrices is enough; AR and trees of one engine agree, and what does not is said to differ."""
     path = tmp_path / "small.kdtr"

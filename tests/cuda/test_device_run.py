@@ -41,6 +41,7 @@ def statuses(out: Path) -> dict[str, object]:
     return {name: found["status"] for name, found in json.loads((out / "summary.json").read_text()).items()}
 
 
+@pytest.mark.slow
 def test_one_stage_that_fails_keeps_no_other_from_running(trail: Path) -> None:
     assert device_run.main([str(trail)]) == 1
     assert statuses(trail) == {"failing": 5, "making": 0, "using": 0, "told": 0, "endless": 124}

@@ -81,6 +81,7 @@ def test_an_empty_list_hides_every_gpu(tmp_path: Path, monkeypatch: pytest.Monke
 BROKEN = [("import time; time.sleep(60)", "did not answer"), ("raise SystemExit(5)", "status 5")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("script", "word"), BROKEN)
 def test_a_driver_that_hangs_or_crashes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, word: str
@@ -127,6 +128,7 @@ with Lease(Gpu(0, sys.argv[1], "A card", (9, 0), 1, 1), run="run-of-the-other"):
 """
 
 
+@pytest.mark.slow
 def test_one_run_at_a_time(locks: Path) -> None:
     """The second is told who holds the card, and gets it as soon as the first is killed."""
     told: list[str] = []

@@ -89,6 +89,7 @@ def test_every_input_is_in_the_key(tree: Path, monkeypatch: pytest.MonkeyPatch, 
     assert build() == seen[0]
 
 
+@pytest.mark.slow
 def test_equal_sources_are_one_build_wherever_they_lie(
     tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -105,6 +106,7 @@ def test_equal_sources_are_one_build_wherever_they_lie(
     assert build(debug=True) != debug
 
 
+@pytest.mark.slow
 def test_another_torch_is_another_build(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
@@ -125,6 +127,7 @@ def test_the_key_covers_what_the_compiler_read() -> None:
     assert read <= covered
 
 
+@pytest.mark.slow
 def test_what_nobody_asked_for_in_a_week_leaves_the_cache(tree: Path) -> None:
     cache = Path(os.environ["KDTREE_BUILD"])
     names = [f"cpu-{'0' * 20}", f"cuda-{'1' * 20}", f"cpu-{'2' * 20}.log", f"cpu-{'3' * 20}", "costs", "mutants"]
@@ -235,6 +238,7 @@ def test_a_killed_build_is_no_obstacle(tree: Path) -> None:
     assert not list(cache.glob(".*.part"))
 
 
+@pytest.mark.slow
 def test_a_stale_lock_file_and_an_empty_folder_are_no_obstacle(tree: Path) -> None:
     library = build()
     library.unlink()
@@ -245,6 +249,7 @@ def test_a_stale_lock_file_and_an_empty_folder_are_no_obstacle(tree: Path) -> No
     assert value(library) == 41
 
 
+@pytest.mark.slow
 def test_compile_errors_are_readable(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tree / "csrc" / "value.h").write_text("#define VALUE undefined_name\n")
     with pytest.raises(BuildError) as caught:
@@ -274,6 +279,7 @@ def test_no_compiler(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         build()
 
 
+@pytest.mark.slow
 def test_no_ninja(tree: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Only a compiler on PATH, and no ninja package."""
     tools = tmp_path / "tools"
@@ -370,6 +376,7 @@ def test_the_real_sources_have_names_of_their_own() -> None:
     assert len(builder.sources("cuda")) > len(builder.sources("cpu")) > 15
 
 
+@pytest.mark.slow
 def test_command(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--json"]) == 0
     answer = json.loads(capsys.readouterr().out)

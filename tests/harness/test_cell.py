@@ -293,6 +293,7 @@ def test_cells_share_a_session_until_one_fails(micro: Path, monkeypatch: pytest.
     assert opened == ["fp32", "int4", "fp32"]
 
 
+@pytest.mark.slow
 def test_native_code_that_never_returns_ends_with_a_record(micro: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Outside the main thread nothing can interrupt the cell; the watchdog gets the record and ends the process."""
     ended, last = threading.Event(), []

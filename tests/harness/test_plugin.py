@@ -56,6 +56,7 @@ def verdicts(ledger: Ledger) -> dict[str, str]:
     return {cell.id: cell.verdict.value for cell in ledger.cells}
 
 
+@pytest.mark.slow
 def test_a_passing_run_leaves_a_whole_ledger(run: Command, tmp_path: Path) -> None:
     run_dir = tmp_path / "reports" / "one"
     arguments = ("--engine", "reference", "-k", "ar-block1", "-n", "1", "--run-dir", str(run_dir), "--host-name", "box")

@@ -65,6 +65,7 @@ def left_beside(target: Path) -> set[str]:
     return {p.name for p in target.parent.iterdir() if p.name.startswith(f".{target.name}")}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_steps")
 def test_an_interrupt_anywhere_is_gone_on_from(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     want = complete(source, tmp_path / "want.kdtr")

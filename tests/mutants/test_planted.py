@@ -42,6 +42,7 @@ def edit(file: str, find: str, replace: str) -> Fault:
     return Fault("made_here", "int4", "made for a test", (Edit(file, find, replace),))
 
 
+@pytest.mark.slow
 def test_a_known_fault_is_caught_and_located(workshop: Workshop, paths: dict[str, Path], tmp_path: Path) -> None:
     fault = BY_NAME["weights_from_biased_scores"]
     found = outcome(fault, workshop, paths, tmp_path)
@@ -130,6 +131,7 @@ def test_all_cells_are_tried_before_a_fault_is_not_caught() -> None:
     assert LOADER_CONFIG in configs()
 
 
+@pytest.mark.slow
 def test_exit_statuses(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """0 all caught and controls passed; 1 a fault passed or a control failed; 3 the catalogue does not fit or build."""
     caught, missed = Outcome("a: b", "FAIL_LOGITS", 2.0, tap="embed"), Outcome(ran=9)

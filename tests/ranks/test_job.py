@@ -240,6 +240,7 @@ def test_a_cell_records_the_first_line_of_a_report(
     assert "    last words" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_call_without_progress_stops_the_beat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Threads that still run say nothing for a main thread that is stuck; one that goes on is heard again."""
     ended = threading.Event()

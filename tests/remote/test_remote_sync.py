@@ -427,6 +427,7 @@ def test_a_hostile_manifest_stays_in_its_tree(connect: Open, tmp_path: Path) -> 
             session.sync(tree)
 
 
+@pytest.mark.slow
 def test_pieces_of_a_manifest_change_one_by_one(repo: Path) -> None:
     big(repo, 3000, 1500)
     before = working_tree(repo).pieces()
