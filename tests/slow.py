@@ -1,4 +1,4 @@
-"""Tests whose nature is waiting, compiling or starting processes carry ``@pytest.mark.slow``.
+"""Tests whose nature is waiting, compiling, starting processes or making a bundle again carry ``@pytest.mark.slow``.
 
 A run of everything leaves them out and says how many, in one line; ``--all`` runs them too, as CI does. A run that
 chooses its tests itself, by path, node id, ``-k`` or ``-m``, runs what it chose, slow or not.
@@ -18,7 +18,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "slow: waits, compiles or starts processes; left out of a run without --all")
+    config.addinivalue_line(
+        "markers", "slow: waits, compiles, starts processes or makes a bundle; left out of a run without --all"
+    )
 
 
 def _takes_all(config: pytest.Config) -> bool:

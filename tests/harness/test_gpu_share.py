@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from harness import gpu_share
+from harness.bundles import ensure
 from harness.gpu import CONTEXT_BYTES, Gpu, GpuBusy
 from harness.gpu_share import GpuTooSmall, give, leased, session_bytes, workers_that_fit
-from refs import generate, recipe
+from refs import kdtr
 
 
 def card(free: int, uuid: str = "GPU-a") -> Gpu:
@@ -18,7 +19,7 @@ def card(free: int, uuid: str = "GPU-a") -> Gpu:
 
 @pytest.mark.parametrize("config", ["tiny", "tiny2"])
 def test_a_session_is_reckoned_larger_than_its_weights(config: str) -> None:
-    _, tensors = generate.layout(generate.generate(recipe.load(config)))
+    tensors = kdtr.read(ensure([config])[config]).tensors
     stored = sum(t.nbytes for name, t in tensors.items() if not name.startswith(("golden.", "draft.", "meta")))
     other_kinds = sum(t.nbytes for name, t in tensors.items() if name.endswith((".qw", ".sc", ".bw")))
     least = stored - other_kinds

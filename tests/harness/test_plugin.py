@@ -112,6 +112,7 @@ def test_a_lost_device_ends_the_worker_after_its_cell_is_recorded(run: Command, 
     assert counts == {Verdict.PASS: 1, Verdict.ERROR: 1, Verdict.NOT_RUN: 1}
 
 
+@pytest.mark.slow
 def test_a_run_that_stops_early_owns_up_to_what_it_did_not_run(run: Command, tmp_path: Path) -> None:
     done = run("--engine", "wrong:error", "-x", "-k", "block1 and fp32", "--run-dir", str(tmp_path / "one"))
     assert done.returncode == 1
@@ -141,6 +142,7 @@ def test_one_cell_by_its_id_through_the_command(start: Command, tmp_path: Path) 
         assert part in done.stdout
 
 
+@pytest.mark.slow
 def test_a_node_id_is_a_choice_too(start: Command, tmp_path: Path) -> None:
     node = f"tests/test_matrix.py::test_cell[{CELL}]"
     done = start(
@@ -150,6 +152,7 @@ def test_a_node_id_is_a_choice_too(start: Command, tmp_path: Path) -> None:
     assert verdicts(ledgers.read(tmp_path / "one")) == {CELL: "ERROR"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -168,6 +171,7 @@ def test_what_cannot_run_ends_with_3_and_no_ledger(
     assert not (tmp_path / "one").exists()
 
 
+@pytest.mark.slow
 def test_a_required_gpu_that_is_not_there_ends_with_3(
     run: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -177,6 +181,7 @@ def test_a_required_gpu_that_is_not_there_ends_with_3(
     assert "device cuda was asked for and is not usable" in done.stderr
 
 
+@pytest.mark.slow
 def test_an_engine_that_cannot_start_leaves_a_ledger_that_says_so(run: Command, tmp_path: Path) -> None:
     done = run("--engine", "wrong:nothing", "-k", "ar-block1", "--run-dir", str(tmp_path / "one"))
     assert done.returncode == 3
@@ -185,6 +190,7 @@ def test_an_engine_that_cannot_start_leaves_a_ledger_that_says_so(run: Command, 
     assert "no such fault" in ledger.problems[0]
 
 
+@pytest.mark.slow
 def test_other_tests_alone_leave_no_ledger(start: Command, tmp_path: Path) -> None:
     tests = ROOT / "tests"
     others = [path for path in tests.iterdir() if path.is_dir() and path.name != "harness"]  # costs time alone
@@ -216,6 +222,7 @@ def test_an_installed_package_brings_an_engine(run: Command, tmp_path: Path) -> 
     assert max(errors) > 2e-7  # float32's noise, more than the reference's rounding of its results
 
 
+@pytest.mark.slow
 def test_collecting_alone_runs_and_writes_nothing(run: Command, tmp_path: Path) -> None:
     done = run("--engine", "reference", "--collect-only", "-q", "-k", CELL, "--run-dir", str(tmp_path / "one"))
     assert done.returncode == 0

@@ -40,6 +40,7 @@ def test_a_streamed_model_asks_for_every_tensor(monkeypatch: pytest.MonkeyPatch)
         Model(made.model.fields(), tensors, "int4")
 
 
+@pytest.mark.slow
 def test_goldens_over_mapped_weights_are_those_over_held_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pinned = ensure(["stated"])["stated"].read_bytes()  # made with held ones
     monkeypatch.setattr(model, "HELD_WEIGHTS", 0)

@@ -144,6 +144,7 @@ def test_the_time_limit_ends_everything(session: Session, marker: str) -> None:
     assert time.monotonic() - began < 1.5 + 0.7 + 5
 
 
+@pytest.mark.slow
 def test_what_a_command_leaves_behind_is_ended_with_it(session: Session, marker: str) -> None:
     outcome = session.run(family(marker, "leave"), limit=20)
     assert (outcome.status, outcome.reason) == (5, "")

@@ -45,6 +45,7 @@ def short_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("harness.remote.share.SHORTEST", 0.01)
 
 
+@pytest.mark.slow
 def test_slow_hosts_get_fewer() -> None:
     cells = [f"c{i}" for i in range(400)]
     ran = race(Pool(cells, ["fast", "slow", "slower"], anything), {"fast": 1000, "slow": 250, "slower": 125})
@@ -53,6 +54,7 @@ def test_slow_hosts_get_fewer() -> None:
     assert len(ran["slow"]) > len(ran["slower"]) > 0
 
 
+@pytest.mark.slow
 def test_a_dead_hosts_cells_go_to_the_others() -> None:
     cells = [f"c{i}" for i in range(200)]
     ran = race(Pool(cells, ["a", "b", "c"], anything), {"a": 500, "b": 500, "c": 500}, dies={"b": 0, "c": 1})
