@@ -95,7 +95,7 @@ def test_every_fault_and_every_verdict_is_provoked_here_or_by_a_crash() -> None:
 @pytest.mark.parametrize("fault", PROVOKED)
 def test_a_wrong_engine_gets_the_verdict_of_its_fault(micro: Path, fault: str) -> None:
     point, verdict = PROVOKED[fault]
-    cell = run(micro, point, f"wrong:{fault}", seconds=1.0 if fault == "hang" else 60.0)
+    cell = run(micro, point, f"wrong:{fault}", seconds=0.3 if fault == "hang" else 60.0)
     assert (cell.verdict, cell.rerun) == (verdict, f"nox -s test -- -k {point.id} --engine wrong:{fault}")
     text = describe(cell)
     for part in (verdict.value, point.id, str(cell.seed), cell.rerun, cell.detail, "worker gw0"):

@@ -122,6 +122,7 @@ def test_a_run_that_stops_early_owns_up_to_what_it_did_not_run(run: Command, tmp
     assert "0 of 4 expected cells passed, 1 ERROR, 3 NOT_RUN" in done.stdout
 
 
+@pytest.mark.slow
 def test_cells_that_nobody_ran_make_the_run_incomplete(run: Command, tmp_path: Path) -> None:
     (tmp_path / "stops.py").write_text("def pytest_runtest_teardown(item):\n    item.session.shouldstop = 'enough'\n")
     options = ("-k", "ar-block1", "--run-dir", str(tmp_path / "one"), "-p", "stops")

@@ -27,12 +27,12 @@ def project(tmp_path: Path) -> Path:
     ("arguments", "ran", "left_out"),
     [
         ([], 1, True),
-        (["-n", "1"], 1, True),
+        pytest.param(["-n", "1"], 1, True, marks=pytest.mark.slow),
         (["--all"], 3, False),
         (["checks"], 3, False),
         pytest.param(["checks/test_both.py", "-n", "1"], 3, False, marks=pytest.mark.slow),
-        (["-k", "waits"], 2, False),
-        (["-m", "slow"], 2, False),
+        pytest.param(["-k", "waits"], 2, False, marks=pytest.mark.slow),
+        pytest.param(["-m", "slow"], 2, False, marks=pytest.mark.slow),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

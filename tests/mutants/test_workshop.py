@@ -96,6 +96,7 @@ def test_what_an_edit_does_not_reach_is_not_compiled(tree: Path, tmp_path: Path)
         workshop.library(tree, tmp_path / "e")
 
 
+@pytest.mark.slow
 def test_a_control_with_the_bytes_of_the_unedited_engine_does_not_run_again(
     tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
