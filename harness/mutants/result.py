@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from harness.bundles import cache_folder
 from harness.mutants.catalogue import Fault
 from harness.mutants.run import NOT_BUILT, Outcome
 from harness.sources import ROOT
@@ -46,7 +47,8 @@ class Result:
         """As ``docs/evidence/mutants.json`` holds it (docs/mutants.md)."""
         found = asdict(self.outcome)
         margin = found.pop("margin")
-        found["detail"] = found["detail"].replace(f"{ROOT}/", "")  # the record is the same wherever the checkout lies
+        for folder, name in ((cache_folder(), "bundles/"), (ROOT, "")):  # the record is the same wherever they lie
+            found["detail"] = found["detail"].replace(f"{folder}/", name)
         return {
             "name": self.fault.name,
             "group": self.fault.group,

@@ -162,3 +162,11 @@ def test_exit_statuses(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFi
     monkeypatch.setattr(mutants, "load", drifted)
     assert mutants.main([]) == 3
     assert "drifted" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("folder", ["bundles", "checkout"])
+def test_a_record_names_no_folder_of_this_machine(folder: str) -> None:
+    place = bundles.cache_folder() if folder == "bundles" else bundles.ROOT
+    found = Outcome("cell: error", "ERROR", detail=f"MissingTensor: {place}/tiny.kdtr: lm_head.w")
+    detail = Result(edit("a.cpp", "a", "b"), found, 1.0).record()["detail"]
+    assert detail == f"MissingTensor: {'bundles/' if folder == 'bundles' else ''}tiny.kdtr: lm_head.w"
