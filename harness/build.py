@@ -238,15 +238,12 @@ def _make(
 
         changes["PATH"] = f"{ninja.BIN_DIR}{os.pathsep}{os.environ.get('PATH', '')}"
     common = [*flags["cxx"], *local]
-    ahead: list[str] = []
-    reading = None
-    if precompile:
-        reading = _precompile(str(extension.get_cxx_compiler()), common, folder)
-        ahead = ["-include", AHEAD]
+    compiler = str(extension.get_cxx_compiler())
+    ahead = _ahead(compiler, common, folder) if precompile else contextlib.nullcontext()
     values = {
         "name": NAME,
         "sources": [str(p) for p in files],
-        "extra_cflags": [*common, *ahead],
+        "extra_cflags": [*common, *(("-include", AHEAD) if precompile else ())],
         "extra_cuda_cflags": flags["cuda"],
         "extra_sycl_cflags": [],
         "extra_ldflags": list(flags["link"]),
@@ -265,9 +262,8 @@ def _make(
         return f"{len(list(folder.glob('*.o')))} are done"
 
     try:
-        with _environment(changes), _progress(f"compiling {len(files)} files of csrc/", made):
+        with _environment(changes), ahead, _progress(f"compiling {len(files)} files of csrc/", made):
             compile_and_link(**{name: value for name, value in values.items() if name in known})
-        _end(reading)
         for made_ahead in folder.glob(f"{AHEAD}*"):
             made_ahead.unlink()
         os.rename(folder, final)  # with its objects, which harness/mutants/build.py links again
@@ -277,12 +273,12 @@ def _make(
             log.write_text(str(error))
         raise BuildError(_readable(str(error), log)) from error
     finally:
-        _end(reading)
         shutil.rmtree(folder, ignore_errors=True)  # of a build that failed; a finished one has another name
 
 
-def _precompile(compiler: str, flags: Sequence[str], folder: Path) -> subprocess.Popen[bytes]:
-    """Begins to read `STANDARD` for all who include `AHEAD` in ``folder``.
+@contextlib.contextmanager
+def _ahead(compiler: str, flags: Sequence[str], folder: Path) -> Iterator[None]:
+    """Reads `STANDARD` for all who include `AHEAD` in ``folder``, beside what is done meanwhile.
 
     Sources that are compiled before that is done, or where it fails, read the text. It changes nothing that is
     compiled: every source includes what it uses.
@@ -290,15 +286,14 @@ def _precompile(compiler: str, flags: Sequence[str], folder: Path) -> subprocess
     (folder / AHEAD).write_text("".join(f"#include <{name}>\n" for name in STANDARD))
     command = f"{compiler} -fPIC {' '.join(flags)} -x c++-header {AHEAD} -o {AHEAD}.part && mv {AHEAD}.part {AHEAD}.gch"
     quiet = subprocess.DEVNULL
-    return subprocess.Popen(command, shell=True, cwd=folder, stdout=quiet, stderr=quiet, start_new_session=True)
-
-
-def _end(process: subprocess.Popen[bytes] | None) -> None:
-    """Ends what may still run of a shell's commands."""
-    if process is not None and process.poll() is None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+    reading = subprocess.Popen(command, shell=True, cwd=folder, stdout=quiet, stderr=quiet, start_new_session=True)
+    try:
+        yield
+    finally:
+        if reading.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(reading.pid, signal.SIGKILL)
+            reading.wait()
 
 
 def _readable(text: str, log: Path) -> str:
