@@ -24,38 +24,50 @@ MlaCache cache_of(const Tensor& latent, const Tensor& k_rope, Numerics numerics)
           dim(latent, 0)};
 }
 
+Weight absorbed(const Tensor& kv_b, const MlaDims& d) {
+  need(kv_b.numel() == static_cast<int64_t>(d.heads) * (d.nope + d.v) * d.rank, "kv_b", "has the wrong size");
+  return weight_of(kv_b, d.rank);
+}
+
 void mla_prepare(int64_t handle, std::vector<int64_t> dims, Tensor q, Tensor kv, Tensor norm_w, double eps, Tensor kv_b, Tensor cos_sin,
                  Tensor q_lat, Tensor q_rope, Tensor latent, Tensor k_rope, std::vector<Tensor> rows, Tensor state) {
   Call call(handle, state);
   const MlaDims d = dims_of(dims, q_lat);
   const Rows r = rows_of(rows);
   const int64_t m = r.max_rows, h = d.heads;
-  need(kv_b.numel() == h * (d.nope + d.v) * d.rank, "kv_b", "has the wrong size");
   call.run(&Backend::mla_prepare, {d, sized<float>(q, m * h * (d.nope + d.rope), "q"), sized<float>(kv, m * (d.rank + d.rope), "kv"),
-        sized<float>(norm_w, d.rank, "norm_w"), static_cast<float>(eps), weight_of(kv_b, d.rank), data<float>(cos_sin,
+        sized<float>(norm_w, d.rank, "norm_w"), static_cast<float>(eps), absorbed(kv_b, d), data<float>(cos_sin,
         "cos_sin"), activation(q_lat, m * h * d.rank, d.numerics, "q_lat"), activation(q_rope, m * h * d.rope, d.numerics,
         "q_rope"), cache_of(latent, k_rope, d.numerics), r, step_state(state)});
+}
+
+MlaAttentionArgs attention_args(Call& call, const MlaDims& d, double scale, const Tensor& q_lat, const Tensor& q_rope, const Tensor& latent,
+                                const Tensor& k_rope, const Tensor& o_lat, int64_t max_keys, const Rows& r, const Tensor& state) {
+  const int64_t m = r.max_rows, h = d.heads;
+  const int keys = static_cast<int>(max_keys);
+  void* const scratch = call.scratch(call.backend().attention_scratch(d, r.max_rows, keys));
+  return {d, static_cast<float>(scale), activation(q_lat, m * h * d.rank, d.numerics, "q_lat"), activation(q_rope, m * h * d.rope,
+          d.numerics, "q_rope"), cache_of(latent, k_rope, d.numerics), activation(o_lat, m * h * d.rank, d.numerics, "o_lat"), keys,
+          scratch, r, step_state(state)};
+}
+
+// Of m rows.
+MlaValueArgs value_args(const MlaDims& d, const Tensor& o_lat, const Tensor& kv_b, const Tensor& o, int m, const Tensor& state) {
+  const int64_t rows = m, h = d.heads;
+  return {d, activation(o_lat, rows * h * d.rank, d.numerics, "o_lat"), absorbed(kv_b, d), activation(o, rows * h * d.v, d.numerics, "o"),
+          m, &step_state(state)->n_rows};
 }
 
 void mla_attention(int64_t handle, std::vector<int64_t> dims, double scale, Tensor q_lat, Tensor q_rope, Tensor latent, Tensor k_rope,
                    Tensor o_lat, int64_t max_keys, std::vector<Tensor> rows, Tensor state) {
   Call call(handle, state);
   const MlaDims d = dims_of(dims, q_lat);
-  const Rows r = rows_of(rows);
-  const int64_t m = r.max_rows, h = d.heads;
-  void* const scratch = call.scratch(call.backend().attention_scratch(d, r.max_rows, static_cast<int>(max_keys)));
-  call.run(&Backend::mla_attention, {d, static_cast<float>(scale), activation(q_lat, m * h * d.rank, d.numerics, "q_lat"),
-        activation(q_rope, m * h * d.rope, d.numerics, "q_rope"), cache_of(latent, k_rope, d.numerics), activation(o_lat,
-        m * h * d.rank, d.numerics, "o_lat"), static_cast<int>(max_keys), scratch, r, step_state(state)});
+  call.run(&Backend::mla_attention, attention_args(call, d, scale, q_lat, q_rope, latent, k_rope, o_lat, max_keys, rows_of(rows), state));
 }
 
 void mla_value(int64_t handle, std::vector<int64_t> dims, Tensor o_lat, Tensor kv_b, Tensor o, Tensor state) {
   Call call(handle, state);
-  const MlaDims d = dims_of(dims, o_lat);
-  const int64_t m = o.size(0), h = d.heads;
-  need(kv_b.numel() == h * (d.nope + d.v) * d.rank, "kv_b", "has the wrong size");
-  call.run(&Backend::mla_value, {d, activation(o_lat, m * h * d.rank, d.numerics, "o_lat"), weight_of(kv_b, d.rank), activation(o,
-        m * h * d.v, d.numerics, "o"), static_cast<int>(m), &step_state(state)->n_rows});
+  call.run(&Backend::mla_value, value_args(dims_of(dims, o_lat), o_lat, kv_b, o, dim(o, 0), state));
 }
 
 void mla_output(int64_t handle, std::vector<int64_t> dims, double scale, Tensor q_lat, Tensor q_rope, Tensor latent, Tensor k_rope,
@@ -63,15 +75,8 @@ void mla_output(int64_t handle, std::vector<int64_t> dims, double scale, Tensor 
   Call call(handle, state);
   const MlaDims d = dims_of(dims, q_lat);
   const Rows r = rows_of(rows);
-  const int64_t m = r.max_rows, h = d.heads;
-  need(kv_b.numel() == h * (d.nope + d.v) * d.rank, "kv_b", "has the wrong size");
-  void* const scratch = call.scratch(call.backend().attention_scratch(d, r.max_rows, static_cast<int>(max_keys)));
-  void* const lat = activation(o_lat, m * h * d.rank, d.numerics, "o_lat");
-  const MlaAttentionArgs a{d, static_cast<float>(scale), activation(q_lat, m * h * d.rank, d.numerics, "q_lat"),
-                           activation(q_rope, m * h * d.rope, d.numerics, "q_rope"), cache_of(latent, k_rope, d.numerics), lat,
-                           static_cast<int>(max_keys), scratch, r, step_state(state)};
-  const MlaValueArgs v{d, lat, weight_of(kv_b, d.rank), activation(o, m * h * d.v, d.numerics, "o"), r.max_rows,
-                       &step_state(state)->n_rows};
+  const MlaAttentionArgs a = attention_args(call, d, scale, q_lat, q_rope, latent, k_rope, o_lat, max_keys, r, state);
+  const MlaValueArgs v = value_args(d, o_lat, kv_b, o, r.max_rows, state);
   call.run([=](Backend& b) { b.mla_output(a, v); });
 }
 
