@@ -89,14 +89,34 @@ def workspace(config: ModelConfig, precision: str, ranks: int, context: int, row
         row += (4 * (c.hidden_size + c.vocab_size) + operand * (o + act)) // ranks
         row += 4 * max(act, c.hidden_size, o, q, c.num_heads * c.kv_lora_rank, c.vocab_size)
     angles = 4 * context * c.qk_rope_head_dim
-    scratch = _cuda_scratch(c, heads, context, rows) if device == "cuda" else _cpu_scratch(c, precision, heads, rows)
+    scratch = (_cuda_scratch if device == "cuda" else _cpu_scratch)(c, precision, heads, context, rows)
     return rows * (row + ROW_STATE) + 4 * rows * rows + angles + scratch + STATE
 
 
-def _cuda_scratch(c: ModelConfig, heads: int, context: int, rows: int) -> int:
-    """Attention's partial results by segment of keys are the most there is."""
+def _cuda_scratch(c: ModelConfig, precision: str, heads: int, context: int, rows: int) -> int:
+    """Attention's partial results by segment of keys, or a product of every chosen expert.
+
+    Which of its two kernels serves depends on the GPU: the larger is planned for (csrc/cuda/mla_plan.h).
+    """
     segments = -(-context // SEGMENT)
-    return 4 * rows * heads * segments * (c.kv_lora_rank + 2) if segments > 1 else 0
+    generic = 4 * rows * heads * segments * (c.kv_lora_rank + 2) if segments > 1 else 0
+    if precision not in BF16_PRECISIONS:
+        return generic
+    products = 4 * rows * (c.num_experts_per_tok + 1) * c.hidden_size if c.first_k_dense < c.num_layers else 0
+    return max(generic, products, hopper_scratch(c, heads, context, rows))
+
+
+def hopper_scratch(c: ModelConfig, heads: int, context: int, rows: int) -> int:
+    """Attention's splits on tensor cores, which serve one shape; a launch takes no more rows than have room."""
+    if (c.kv_lora_rank, c.qk_rope_head_dim) != (512, 64):
+        return 0
+    chunks = 2
+    while context > (20 if chunks < 64 else 64) * 64 * chunks:
+        chunks *= 2
+    splits = -(-context // (64 * chunks))
+    splits = splits if context < 2560 else max(splits, 20) if context <= 64 * 64 * 64 else 64
+    row = splits * -(-heads // 64) * 64 * (512 + 4) * 4
+    return min(row * rows, max(row, 256 << 20))
 
 
 def _packed(k: int) -> int:
@@ -104,7 +124,7 @@ def _packed(k: int) -> int:
     return -(-k // UNIT) * UNIT
 
 
-def _cpu_scratch(c: ModelConfig, precision: str, heads: int, rows: int) -> int:
+def _cpu_scratch(c: ModelConfig, precision: str, heads: int, _context: int, rows: int) -> int:
     """Rows normed and packed for a product, and a product of every chosen expert."""
     o = c.num_heads * c.v_head_dim
     k = max(c.hidden_size, c.q_lora_rank, o, c.intermediate_size if c.first_k_dense else 0)

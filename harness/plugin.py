@@ -15,7 +15,7 @@ import os
 import shlex
 import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -117,8 +117,14 @@ def _make_run(config: pytest.Config) -> Run | None:
         (note,) if note else (),
         run_dir=config.getoption("--run-dir"),
         host=config.getoption("--host-name"),
-        command=shlex.join(["pytest", *config.invocation_params.args]),
+        command=as_typed_here(["pytest", *map(str, config.invocation_params.args)]),
     )
+
+
+def as_typed_here(words: Sequence[str]) -> str:
+    """The command for a shell in the project's folder: a ledger is read, and its run repeated, on other machines."""
+    inside = [word.replace(f"{ROOT}{os.sep}", "") for word in words]
+    return shlex.join("." if word == str(ROOT) else word for word in inside)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -65,10 +65,9 @@ CudaBackend::CudaBackend(int device, bool poison) : device_(device), poison_(poi
   // Code compiled for an older architecture lacks the wait that overlapping needs, even on a device that could overlap.
   const char* choice = std::getenv("KDTREE_CUDA_OVERLAP");
   overlaps_ = major >= 9 && image.ptxVersion >= 90 && !(choice != nullptr && std::strcmp(choice, "0") == 0);
-  // Clusters need an image of Hopper's level as much as the wait does. Kernels of the bf16 precisions on tensor cores wait to be asked
-  // for: docs/kernels.md says why.
+  // Clusters need an image of Hopper's level as much as the wait does.
   const char* asked = std::getenv("KDTREE_CUDA_TENSOR");
-  tensor_ = asked != nullptr && std::strcmp(asked, "1") == 0;
+  tensor_ = !(asked != nullptr && std::strcmp(asked, "0") == 0);
   device_shape_ = {tensor_ && major >= 9 && image.ptxVersion >= 90, multiprocessors, shared_limit_};
   wgmma_ = tensor_ && major == 9 && finds_wgmma();
   KD_CUDA(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking));

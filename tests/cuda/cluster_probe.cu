@@ -38,6 +38,7 @@ __device__ float4 written(int exchange, int rank) {
 template <Barrier KIND>
 __global__ void __cluster_dims__(kBlocks, 1, 1) __launch_bounds__(kThreads) exchange_kernel(const uint8_t* memory, unsigned long long* wrong, uint32_t* sink) {
   extern __shared__ __align__(128) uint8_t smem[];
+  __shared__ volatile unsigned long long found[kThreads];
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, rank = cluster_rank<kBlocks>();
   const uint32_t ring = shared_address(smem) + warp * kDepth * kUnitBytes, partial = shared_address(smem) + kRing;
   size_t at = (static_cast<size_t>(blockIdx.x) * (kThreads / kWarp) + warp) * kUnitBytes + lane * 16;
@@ -67,6 +68,7 @@ __global__ void __cluster_dims__(kBlocks, 1, 1) __launch_bounds__(kThreads) exch
       const float4 got = load_cluster16<kBlocks>(partial + threadIdx.x * 16, other), want = written(exchange, other);
       bad += got.x != want.x || got.y != want.y || got.z != want.z || got.w != want.w;
     }
+    found[threadIdx.x] = bad;  // a store before the arrival waits for the loads; after it a block may write, or leave
     arrive<KIND>();
   }
   copy_wait<0>();

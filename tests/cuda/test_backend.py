@@ -189,11 +189,10 @@ def test_a_lost_context_is_named() -> None:
 
 
 ASSERTED = """
-import numpy as np, torch
+import numpy as np
 from harness.build import build
 import engine.library as library
-torch.ops.load_library(str(build("cuda", debug=True)))
-library._loaded = lambda kind: torch.ops.kdtree_cuda
+library.use("cuda", build("cuda", debug=True))
 from refs import kdtr
 from tests.cuda.operations import Operations, Tree, state
 tree = Tree([-1, 0])

@@ -58,3 +58,9 @@ def test_an_unknown_stage_is_named_before_anything_runs(trail: Path, capsys: pyt
         device_run.main([str(trail), "--only", "tols"])
     assert "no stage tols; there are making" in capsys.readouterr().err
     assert not trail.exists()
+
+
+def test_a_stage_beside_others_has_all_the_time_that_is_left() -> None:
+    """One that began at second 100 of a run that must end at 660 may last until then, whenever it is waited for."""
+    assert device_run.allowed(Stage([], 520), 100, 660) == 520
+    assert device_run.allowed(Stage([], 600), 100, 660) == 560

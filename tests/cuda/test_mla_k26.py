@@ -19,7 +19,7 @@ from tests.cuda.operations import Array, Operations, Tree, random_tree, state
 def cuda() -> Iterator[Operations]:
     """Operations by the kernels on tensor cores."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("KDTREE_CUDA_TENSOR", "1")
+        patch.delenv("KDTREE_CUDA_TENSOR", raising=False)
         opened = Operations("cuda")
     with opened as operations:
         yield operations

@@ -57,7 +57,7 @@ class Device:
 @pytest.fixture(scope="module")
 def device() -> Iterator[Device]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("KDTREE_CUDA_TENSOR", "1")
+        patch.delenv("KDTREE_CUDA_TENSOR", raising=False)
         opened = Device()
     if torch.cuda.get_device_capability()[0] < 9:
         pytest.skip("the streaming kernels are for Hopper and newer")

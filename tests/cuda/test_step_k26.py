@@ -19,7 +19,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from engine import create
+from engine import create, plan
 from engine.session import CsrcSession
 from harness.bench import k26, ranks
 from refs.config import ModelConfig
@@ -138,3 +138,12 @@ def test_the_dense_layer_is_near_the_generic_kernels(model: Path, config: ModelC
         with opened(model, overlap="1", tensor=tensor) as session:
             found.append(session.verify_taps(tokens, [*range(-1, 8)])["layers.0.out"].astype(np.float64))
     assert ((found[0] - found[1]) ** 2).mean() < 1e-5 * (found[1] ** 2).mean()
+
+
+def test_what_it_allocates_is_planned(model: Path, config: ModelConfig) -> None:
+    """Scratch of attention's splits and of the experts' products included, and without the weights in its way."""
+    planned = plan.plan(config, "int4-bf16", 1, config.max_context, max(TREES))
+    with opened(model, overlap="1") as session:
+        held, weights = session.memory()[0], sum(planned.weights.values())
+    assert 0 < held - weights <= planned.cache + planned.workspace
+    assert planned.total <= 1.1 * held

@@ -6,6 +6,7 @@ import subprocess
 
 import pytest
 
+from engine import plan
 from harness import build
 
 LENGTHS = [*range(1, 9000), *range(9000, 300_000, 61), 32768, 131072, 262144, 262145, 2_000_000]
@@ -34,6 +35,14 @@ int main(int argc, char** argv) {
     }
   }
   std::printf("%d %d\\n", past, near);
+  for (int heads : {8, 64, 128}) {
+    for (int rows : {1, 24, 65, 4096}) {
+      for (int keys : {64, 2559, 2560, 4096, 40961, 131072, 262145}) {
+        std::printf("%zu ", kdtree::parts_scratch(heads, rows, keys));
+      }
+    }
+  }
+  std::printf("\\n");
   const kdtree::Numerics kinds[] = {kdtree::Numerics::kF32, kdtree::Numerics::kBf16};
   for (auto kind : kinds) {
     for (int rank : {64, 512}) {
@@ -85,6 +94,20 @@ def test_lengths_for_one_row_and_for_many(output: list[str]) -> None:
 def test_splits_fit_the_scratch_of_every_larger_session(output: list[str]) -> None:
     """Whatever the widths and lengths of a session's steps; and no launch leaves more than it should."""
     assert output[len(LENGTHS)] == "0 0"
+
+
+def test_a_plan_knows_the_scratch(output: list[str]) -> None:
+    """`kdtree plan` asks no compiler: what it adds up is what a session of K2.6's shape asks for."""
+    config = plan.find(plan.K26)
+    sizes = [
+        (h, r, k)
+        for h in (8, 64, 128)
+        for r in (1, 24, 65, 4096)
+        for k in (64, 2559, 2560, 4096, 40961, 131072, 262145)
+    ]
+    assert list(map(int, output[len(LENGTHS) + 1].split())) == [
+        plan.hopper_scratch(config, h, k, r) for h, r, k in sizes
+    ]
 
 
 def test_kernels_by_shape(output: list[str]) -> None:

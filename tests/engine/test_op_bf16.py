@@ -97,7 +97,8 @@ def test_linear(ops: Ops, kind: str, m: int, n: int, k: int) -> None:
     gated = linear(ops, x, [w, w], [s, s], g, SILU_MUL, bits(blank))
     y = nearest(whole) @ exact.T
     assert error(value(gated), nearest(silu(y) * y)) < 2e-6, "a step of the gate's input moves it and up alike"
-    assert {name: 4} == {name: count for name, count in ops.counters().items() if name.startswith("linear")}
+    counted = {c: count for c, count in ops.counters().items() if c.startswith("linear") and not c.endswith("_stream")}
+    assert counted == {name: 4}, "under the name that every kernel counts"
 
 
 def test_halves_go_to_even_and_what_is_no_number_stays(ops: Ops) -> None:
@@ -190,7 +191,8 @@ def test_moe(ops: Ops, kind: str, m: int, dim: int, inner: int, experts: int, k:
     )  # fmt: skip
     out, act, shared_act = case.run(ops, slice(None))
     counted = "experts_bf16" if kind == "bf16" else "experts_int4_bf16"
-    assert {c for c in ops.counters() if c.startswith("experts") and not c.endswith("_down")} == {counted}
+    own = ("_down", "_stream", "_combine")  # of the kernels that one backend takes for it
+    assert {c for c in ops.counters() if c.startswith("experts") and not c.endswith(own)} == {counted}
     gate, up, down = (w[2] for w in made)
     want_act, want = np.zeros(act.shape), case.x.astype(np.float64)
     b = nearest(normed(case.x, case.norm, EPS))

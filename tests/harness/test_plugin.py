@@ -243,3 +243,16 @@ def test_large_cells_are_one_worker_s_and_nothing_else_is() -> None:
     assert {plugin.scope_of(cell(f"int4-ar-k26_{name}-cpu")) for name in ("slice", "layer")} == {SCALE}
     for other in (cell("int4-ar-tiny-cpu"), "tests/refs/test_exact.py::test_x[k26_slice]"):
         assert plugin.scope_of(other) == other
+
+
+def test_the_command_of_a_ledger_names_no_folder_of_the_machine_it_ran_on() -> None:
+    typed = [
+        "pytest",
+        f"{ROOT}/tests/test_matrix.py",
+        "--rootdir",
+        str(ROOT),
+        f"--run-dir={ROOT}/reports/a b",
+        "-k",
+        "x or y",
+    ]
+    assert plugin.as_typed_here(typed) == "pytest tests/test_matrix.py --rootdir . '--run-dir=reports/a b' -k 'x or y'"
