@@ -30,7 +30,7 @@ class Case:
     T: int = 0
     kind: str = ""
     """Weights: f32 or int4; with bf16 activations bf16 or int4-bf16; empty where there are none. A shared expert's
-    are f32 or bf16."""
+    are f32 or bf16. MLA: bf16, or empty for f32."""
     experts: int = 0
     top_k: int = 0
     shared: int = 0
@@ -114,13 +114,15 @@ def _family(family: str, s: _Sizes) -> Iterable[Case]:
             yield Case("moe", family, m, s.hidden, s.inner, kind=kind, shared=s.shared, **moe)
             yield Case("moe_block", family, m, s.hidden, s.inner, kind=kind, shared=s.shared, **moe)
         for keys in s.contexts:
-            yield Case("mla_attention", family, m, T=keys, **mla)
+            for kind in ("", "bf16"):
+                yield Case("mla_attention", family, m, T=keys, kind=kind, **mla)
             yield Case("draft_attention", family, m, T=keys, **draft)
         yield Case("draft_prepare", family, m, T=s.contexts[0], **draft)
         yield Case("draft_block", family, m)
         yield Case("gather_rows", family, m, s.hidden)
-        yield Case("mla_prepare", family, m, T=s.contexts[0], **mla)
-        yield Case("mla_value", family, m, **mla)
+        for kind in ("", "bf16"):
+            yield Case("mla_prepare", family, m, T=s.contexts[0], kind=kind, **mla)
+            yield Case("mla_value", family, m, kind=kind, **mla)
         yield Case("router", family, m, **moe)
         yield Case("select", family, m, N=s.vocab)
         yield Case("embed", family, m, s.hidden)

@@ -76,7 +76,7 @@ def _parser() -> Parser:
         "--k26",
         type=int,
         metavar="EXPERTS",
-        help="step: also a model of K2.6's sizes, 1 dense and 3 MoE layers, so many experts (384: a file of 42 GB)",
+        help="step: also a model of K2.6's sizes, 1 dense and 3 MoE layers, so many experts (384: 30 GB of the GPU)",
     )
     parser.add_argument("--scratch", type=Path, metavar="DIR", help="where that file lies meanwhile (default: TMPDIR)")
     parser.add_argument("--runs", type=int, default=3, help="project: of each command (default 3)")
@@ -157,7 +157,7 @@ def _step(options: argparse.Namespace, chosen: Sequence[Plan], out: dict[str, An
     with tempfile.TemporaryDirectory(prefix="kdtree-bench-", dir=options.scratch) as folder:
         if step.K26 in configs:
             files[step.K26] = Path(folder) / "k26.kdtr"
-            k26.write(files[step.K26], k26.model(n_routed_experts=options.k26), _say)
+            k26.write(files[step.K26], k26.model(n_routed_experts=options.k26), _say, f32=False)
         engine = create("csrc", options.device)
         found = step.run(engine, files, chosen, options.drafter, limits, _say)
     out["steps"] = [line.as_json() for line in found]

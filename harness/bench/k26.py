@@ -1,14 +1,15 @@
 """A model of Kimi K2.6's sizes with random weights, one dense and some MoE layers, as a KDTR file for timing alone.
 
-Sizes are those of its public config. Weights are one block of random numbers over and over: what is read from memory
-is as long and as little compressible as the real thing, and what comes out means nothing.
+Sizes are those of its public config. Matrices are one block of random numbers over and over, experts are stated by the
+file and drawn where they are read: what comes from memory is as long and as little compressible as the real thing, and
+what comes out means nothing.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -36,35 +37,42 @@ def model(**changes: int) -> ModelConfig:
     return ModelConfig.of({**FIELDS, **changes}, "k26")
 
 
-def size(config: ModelConfig) -> int:
-    """Bytes of its INT4 file, the head not counted."""
-    width = {"f32": 4, "bf16": 2, "u8": 1}
-    return sum(int(np.prod(shape, dtype=np.int64)) * width[kind] for shape, kind in config.stored("int4").values())
-
-
-def _block(name: str, shape: tuple[int, ...], dtype: str, rng: np.random.Generator) -> npt.NDArray[Any]:
-    """The numbers that a tensor repeats, scaled so that a forward stays finite."""
-    if dtype == "u8":
-        return rng.integers(0, 256, BLOCK, np.uint8)
-    reach = 1.0 if len(shape) == 1 or name == "embed.w" else float(shape[-1] ** -0.5)
-    if dtype == "bf16":  # of groups of 32: q is at most 8
-        return np.full(BLOCK, np.float32(float((32 * shape[-1]) ** -0.5) / 8).view(np.uint32) >> 16, np.uint16)
-    return np.ones(BLOCK, np.float32) if "norm" in name else rng.uniform(-reach, reach, BLOCK).astype(np.float32)
-
-
-def write(target: Path, config: ModelConfig, say: Callable[[str], None]) -> None:
-    """The INT4 file at ``target``. Raises OSError, where the disk has no room for it among them."""
-    stored = {name: (kind, shape) for name, (shape, kind) in config.stored("int4").items()}
+def write(target: Path, config: ModelConfig, say: Callable[[str], None], *, f32: bool = True) -> None:
+    """A file of random matrices in bf16 and, unless ``f32`` is false, in f32, and of experts that the engine draws."""
+    tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
+    for name, shape in config.shapes().items():
+        if ".experts." in name:
+            tensors[name.removesuffix("w") + "draw"] = ("i64", (5,))
+            continue
+        if f32 or len(shape) != 2:
+            tensors[name] = ("f32", shape)
+        if len(shape) == 2:
+            tensors[name.removesuffix("w") + "bw"] = ("bf16", shape)
     rng = np.random.default_rng(26)
-    with KdtrStream(target, config.fields(), stored, b"random weights, for timing alone") as stream:
-        for entry in stream.pending():
-            say(f"k26: writing {entry.name}, {entry.size / 1e6:.0f} MB")
-            block = _block(entry.name, entry.shape, entry.dtype, rng).data.cast("B")
+    with KdtrStream(target, config.fields(), tensors, b"random weights, for timing alone") as stream:
+        for number, entry in enumerate(stream.pending()):
             stream.begin(entry)
-            for at in range(0, entry.size, len(block)):
-                stream.write(block[: min(len(block), entry.size - at)])
+            if entry.dtype == "i64":
+                inner = config.moe_intermediate_size if ".down." in entry.name else config.hidden_size
+                least = int(np.float32(2.0 ** round(math.log2(0.1 * inner**-0.5))).view(np.uint32)) >> 16
+                stream.write(np.array([number, least, 0, 0, 0], np.int64).data.cast("B"))
+            else:
+                block = _block(entry.name, entry.shape, rng)
+                data = (block.view(np.uint32) >> 16).astype(np.uint16) if entry.dtype == "bf16" else block
+                raw = data.data.cast("B")
+                for at in range(0, entry.size, len(raw)):
+                    stream.write(raw[: min(len(raw), entry.size - at)])
             stream.end()
         stream.finish()
+    say(f"{target}: {target.stat().st_size / 1e9:.1f} GB")
+
+
+def _block(name: str, shape: tuple[int, ...], rng: np.random.Generator) -> npt.NDArray[np.float32]:
+    """The numbers that a tensor repeats, scaled so that a forward stays finite."""
+    if "norm" in name:
+        return np.ones(BLOCK, np.float32)
+    reach = 1.0 if len(shape) == 1 or name.startswith("embed") else float(shape[-1] ** -0.5)
+    return rng.uniform(-reach, reach, BLOCK).astype(np.float32)
 
 
 def requests(config: ModelConfig, widths: tuple[int, ...], block_size: int) -> dict[int, DecodeRequest]:

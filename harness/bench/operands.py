@@ -185,7 +185,7 @@ class Bench:
 
     def _cache(self, case: Case) -> list[Any]:
         slots = case.T + case.M
-        return [self.uniform(slots, case.rank), self.uniform(slots, case.rope)]
+        return [self.numbers(case.kind, slots, case.rank), self.numbers(case.kind, slots, case.rope)]
 
     def _kept(self, name: str, make: Callable[[], Any]) -> Any:
         """One tensor for all copies of a case."""
@@ -232,24 +232,24 @@ class Bench:
         return [product, choice, [*moe[:3], ids, weights, *moe[5:]]], size
 
     def _mla_attention(self, c: Case, copy: int) -> tuple[list[Any], int]:
-        q = [self.uniform(c.M, c.heads, c.rank), self.uniform(c.M, c.heads, c.rope)]
+        q = [self.numbers(c.kind, c.M, c.heads, c.rank), self.numbers(c.kind, c.M, c.heads, c.rope)]
         scale = float((c.nope + c.rope) ** -0.5)
-        given = [self._dims(c), scale, *q, *self._cache(c), self._zeros(c.M, c.heads, c.rank), c.T + c.M]
+        given = [self._dims(c), scale, *q, *self._cache(c), self._empty(c.kind, c.M, c.heads, c.rank), c.T + c.M]
         return [*given, self._rows(c), self._state(c)], work.of(c).bytes
 
     def _mla_prepare(self, c: Case, copy: int) -> tuple[list[Any], int]:
-        up = self.uniform(c.heads * (c.nope + c.v), c.rank)
+        up = self.numbers(c.kind, c.heads * (c.nope + c.v), c.rank)
         given = [
             self._dims(c), self.uniform(c.M, c.heads * (c.nope + c.rope)), self.uniform(c.M, c.rank + c.rope),
             self.uniform(c.rank), 1e-6, up, self._kept("angles", lambda: self.uniform(c.T + c.M, c.rope // 2, 2)),
-            self._zeros(c.M, c.heads, c.rank), self._zeros(c.M, c.heads, c.rope),
+            self._empty(c.kind, c.M, c.heads, c.rank), self._empty(c.kind, c.M, c.heads, c.rope),
             *self._kept("cache", lambda: self._cache(c)), self._rows(c), self._state(c),
         ]  # fmt: skip
         return given, work.of(c).bytes
 
     def _mla_value(self, c: Case, copy: int) -> tuple[list[Any], int]:
-        up = self.uniform(c.heads * (c.nope + c.v), c.rank)
-        given = [self._dims(c), self.uniform(c.M, c.heads, c.rank), up, self._zeros(c.M, c.heads * c.v)]
+        up = self.numbers(c.kind, c.heads * (c.nope + c.v), c.rank)
+        given = [self._dims(c), self.numbers(c.kind, c.M, c.heads, c.rank), up, self._empty(c.kind, c.M, c.heads * c.v)]
         return [*given, self._state(c)], work.of(c).bytes
 
     def _router(self, c: Case, copy: int) -> tuple[list[Any], int]:

@@ -86,7 +86,7 @@ def flash_mla_calls(case: Case, copies: int) -> Sequence[Call] | None:
 
     flash_mla: Any = importlib.import_module("flash_mla")
 
-    if case.op != "mla_attention" or (case.heads, case.rank, case.rope) != (64, 512, 64):
+    if (case.op, case.kind, case.heads, case.rank, case.rope) != ("mla_attention", "bf16", 64, 512, 64):
         return None
     pages = -(-case.T // PAGE)
 

@@ -10,18 +10,15 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from engine import create
-from engine.kdtr_stream import KdtrStream
 from engine.ranks.exchange import memory_view
 from engine.ranks.member import Member, member
 from engine.session import CsrcEngine
@@ -45,44 +42,6 @@ def repeating(count: int) -> Member:
             memory_view(recv, size * count, "cuda:0").view(count, size).copy_(part.expand(count, size))
 
     return member(0, count, all_gather, lambda data, size, stream: None)
-
-
-def write(target: Path, config: ModelConfig, say: Callable[[str], None], *, f32: bool = True) -> None:
-    """A file of random matrices in bf16 and, unless ``f32`` is false, in f32, and of experts that the engine draws."""
-    tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
-    for name, shape in config.shapes().items():
-        if ".experts." in name:
-            tensors[name.removesuffix("w") + "draw"] = ("i64", (5,))
-            continue
-        if f32 or len(shape) != 2:
-            tensors[name] = ("f32", shape)
-        if len(shape) == 2:
-            tensors[name.removesuffix("w") + "bw"] = ("bf16", shape)
-    rng = np.random.default_rng(26)
-    with KdtrStream(target, config.fields(), tensors, b"random weights, for timing alone") as stream:
-        for number, entry in enumerate(stream.pending()):
-            stream.begin(entry)
-            if entry.dtype == "i64":
-                inner = config.moe_intermediate_size if ".down." in entry.name else config.hidden_size
-                least = int(np.float32(2.0 ** round(math.log2(0.1 * inner**-0.5))).view(np.uint32)) >> 16
-                stream.write(np.array([number, least, 0, 0, 0], np.int64).data.cast("B"))
-            else:
-                block = _block(entry.name, entry.shape, rng)
-                data = (block.view(np.uint32) >> 16).astype(np.uint16) if entry.dtype == "bf16" else block
-                raw = data.data.cast("B")
-                for at in range(0, entry.size, len(raw)):
-                    stream.write(raw[: min(len(raw), entry.size - at)])
-            stream.end()
-        stream.finish()
-    say(f"{target}: {target.stat().st_size / 1e9:.1f} GB")
-
-
-def _block(name: str, shape: tuple[int, ...], rng: np.random.Generator) -> npt.NDArray[np.float32]:
-    """The numbers that a tensor repeats, scaled so that a forward stays finite."""
-    if "norm" in name:
-        return np.ones(k26.BLOCK, np.float32)
-    reach = 1.0 if len(shape) == 1 or name.startswith("embed") else float(shape[-1] ** -0.5)
-    return rng.uniform(-reach, reach, k26.BLOCK).astype(np.float32)
 
 
 def measure(
@@ -135,7 +94,7 @@ def main() -> int:
     widths = options.M or [1, 16]
     config = k26.model(num_layers=options.layers, n_routed_experts=options.experts, vocab_size=options.vocab)
     if not options.file.exists():
-        write(options.file, config, lambda text: print(text, file=sys.stderr, flush=True))
+        k26.write(options.file, config, lambda text: print(text, file=sys.stderr, flush=True))
     engines: list[tuple[str, Any]] = [] if options.several_only else [("one rank", lambda: create("cuda"))]
     engines += [(f"share of {n} ranks, alone", lambda n=n: CsrcEngine("cuda:0", repeating(n))) for n in options.alone]
     engines += [(f"{n} ranks", lambda n=n: create("cuda", ranks=n)) for n in options.ranks]

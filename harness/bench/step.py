@@ -75,11 +75,11 @@ class Plan:
 
 
 def plans(configs: Sequence[str], widths: Sequence[int], patterns: Sequence[str]) -> list[Plan]:
-    """Every plan whose name a pattern chooses (none: all); AR is width 1. K2.6's experts are INT4 alone."""
+    """Every plan whose name a pattern chooses (none: all); AR is width 1. K2.6 has the precision it is deployed in."""
     found = [
         Plan(config, precision, "ar" if m == 1 else "ddtree", m)
         for config in configs
-        for precision in (F32_PRECISIONS if config != K26 else ("int4",))
+        for precision in (F32_PRECISIONS if config != K26 else ("int4-bf16",))
         for m in (1, *widths)
     ]
     return [p for p in found if not patterns or any(t in p.name or fnmatchcase(p.name, t) for t in patterns)]

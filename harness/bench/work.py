@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from harness.bench.cases import Case
-from refs.config import ModelConfig
+from refs.config import BF16_PRECISIONS, ModelConfig
 from refs.quant import GROUP, groups
 
 F32 = 4
@@ -35,10 +35,10 @@ def linear(m: int, k: int, n: int, kind: str) -> Work:
     return Work(weight_bytes(kind, n, k) + m * (k * (2 if kind.endswith("bf16") else F32) + F32 * n), 2 * m * k * n)
 
 
-def attention(m: int, keys: int, heads: int, rank: int, rope: int) -> Work:
+def attention(m: int, keys: int, heads: int, rank: int, rope: int, number: int = F32) -> Work:
     """Absorbed MLA: every row against ``keys`` committed keys and, at most, the m rows of the step."""
     seen = keys + m
-    traffic = F32 * (seen * (rank + rope) + m * heads * (2 * rank + rope))
+    traffic = number * (seen * (rank + rope) + m * heads * (2 * rank + rope))
     return Work(traffic, 2 * m * heads * seen * (2 * rank + rope))
 
 
@@ -57,17 +57,17 @@ def expected_distinct(experts: int, top_k: int, m: int) -> float:
 
 def of(case: Case, distinct: float | None = None) -> Work:
     """What ``case`` has to do; ``distinct`` experts (default: as even routing expects)."""
-    c, m = case, case.M
+    c, m, number = case, case.M, 2 if case.kind.endswith("bf16") else F32
     if c.op == "linear":
         return linear(m, c.K, c.N, c.kind)
     if c.op == "mla_attention":
-        return attention(m, c.T, c.heads, c.rank, c.rope)
+        return attention(m, c.T, c.heads, c.rank, c.rope, number)
     if c.op == "mla_prepare":
-        up = F32 * c.heads * (c.nope + c.v) * c.rank  # W_UK and W_UV lie interleaved; only W_UK's rows are needed
-        traffic = up * c.nope // (c.nope + c.v) + F32 * m * (c.heads * (c.nope + 2 * c.rope + c.rank))
-        return Work(traffic + 2 * F32 * m * (c.rank + c.rope), 2 * m * c.heads * c.nope * c.rank)
+        up = number * c.heads * c.nope * c.rank  # W_UK and W_UV lie interleaved; only W_UK's rows are needed
+        traffic = up + m * c.heads * (F32 * (c.nope + c.rope) + number * (c.rank + c.rope))
+        return Work(traffic + (F32 + number) * m * (c.rank + c.rope), 2 * m * c.heads * c.nope * c.rank)
     if c.op == "mla_value":
-        return Work(F32 * (c.heads * c.v * c.rank + m * c.heads * (c.rank + c.v)), 2 * m * c.heads * c.v * c.rank)
+        return Work(number * (c.heads * c.v * c.rank + m * c.heads * (c.rank + c.v)), 2 * m * c.heads * c.v * c.rank)
     if c.op in ("moe", "moe_block"):
         used = expected_distinct(c.experts, c.top_k, m) if distinct is None else distinct
         block = moe(m, c.top_k, c.K, c.N, c.shared, used, c.kind)
@@ -110,9 +110,10 @@ def forward_bytes(model: ModelConfig, precision: str, rows: int, keys: int) -> i
         size = {"f32": 4, "bf16": 2, "u8": 1}[dtype]
         for width in shape:
             size *= width
-        if name == "embed.w":
-            total += rows * shape[1] * F32
+        if name.startswith("embed."):
+            total += rows * shape[1] * {"f32": 4, "bf16": 2}[dtype]
         else:
             total += size * used if ".experts." in name else size
-    cache = model.num_layers * keys * (model.kv_lora_rank + model.qk_rope_head_dim) * F32
+    number = 2 if precision in BF16_PRECISIONS else F32
+    cache = model.num_layers * keys * (model.kv_lora_rank + model.qk_rope_head_dim) * number
     return round(total) + cache

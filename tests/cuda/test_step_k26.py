@@ -21,7 +21,7 @@ import torch
 
 from engine import create, plan
 from engine.session import CsrcSession
-from harness.bench import k26, ranks
+from harness.bench import k26
 from refs.config import ModelConfig
 
 
@@ -51,7 +51,7 @@ def config() -> ModelConfig:
 @pytest.fixture(scope="module")
 def model(config: ModelConfig, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("k26") / "k26.kdtr"
-    ranks.write(path, config, print, f32=False)
+    k26.write(path, config, print, f32=False)
     return path
 
 
