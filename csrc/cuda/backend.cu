@@ -72,6 +72,8 @@ CudaBackend::CudaBackend(int device, bool poison) : device_(device), poison_(poi
   wgmma_ = tensor_ && major == 9 && finds_wgmma();
   KD_CUDA(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking));
   KD_CUDA(cudaMallocHost(reinterpret_cast<void**>(&staging_), kStaging));
+  KD_CUDA(cudaMalloc(reinterpret_cast<void**>(&done_), kMostGroups * sizeof *done_));
+  KD_CUDA(cudaMemsetAsync(done_, 0, kMostGroups * sizeof *done_, stream_));
 }
 
 CudaBackend::~CudaBackend() {
@@ -80,6 +82,7 @@ CudaBackend::~CudaBackend() {
   cudaStreamSynchronize(stream_);
   for (auto& [key, graph] : graphs_) cudaGraphExecDestroy(graph.exec);
   for (auto& [payload, allocation] : allocations_) cudaFree(payload - kGuard);
+  cudaFree(done_);
   cudaFreeHost(staging_);
   cudaStreamDestroy(stream_);
 }
