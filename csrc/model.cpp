@@ -232,6 +232,17 @@ void Forward::layers(int width, int max_keys, const Tap* tap, int kv_len, const 
   }
 }
 
+void Forward::expect(std::initializer_list<const Weight*> weights) {
+  if (alone()) return;
+  for (const Weight* w : weights) backend_.expect(*w);
+}
+
+void Forward::expect_layer(int layer) {
+  if (layer == config_.num_layers) return expect({&weights_.lm_head});
+  const LayerWeights& w = weights_.layers[layer];
+  expect({&w.q_a, &w.kv_a, &w.q_b});
+}
+
 void Forward::attention(int layer, int width, int max_keys, const Tap* tap, int kv_len) {
   const LayerWeights& w = weights_.layers[layer];
   const ModelConfig& c = config_;
@@ -251,8 +262,11 @@ void Forward::attention(int layer, int width, int max_keys, const Tap* tap, int 
     backend_.mla_attention(attention);
     backend_.mla_value(value);
   }
+  expect({&w.o});
   gather(o_.get(), o, width, operand() * static_cast<size_t>(d.heads) * d.v);
   linear(width, o_.get(), nullptr, 0.0, {{&w.o, residual()}}, Epilogue::kResidual);
+  if (w.moe) expect({&w.router, &w.shared_gate, &w.shared_up});
+  else expect({&w.gate, &w.up});
   gather_residual(width);
   if (tap == nullptr) return;
   const std::string at = "layers." + std::to_string(layer) + ".mla.";
@@ -275,8 +289,10 @@ void Forward::dense(int layer, int width, const Tap* tap) {
   const LayerWeights& w = weights_.layers[layer];
   void* act = alone() ? act_.get() : act_part_.get();
   linear(width, x_.f32(), w.mlp_norm, config_.rms_norm_eps, {{&w.gate, act}, {&w.up, act}}, Epilogue::kSiluMul);
+  expect({&w.down});
   gather(act_.get(), act, width, operand() * static_cast<size_t>(share(config_.intermediate_size)));
   linear(width, act_.get(), nullptr, 0.0, {{&w.down, residual()}}, Epilogue::kResidual);
+  expect_layer(layer + 1);
   gather_residual(width);
   if (tap != nullptr) (*tap)("layers." + std::to_string(layer) + ".mlp.act", act_.get(), config_.intermediate_size, held());
 }
@@ -298,11 +314,14 @@ void Forward::moe(int layer, int width, const Tap* tap) {
     experts.act = act_part_.get();
     experts.shared_act = static_cast<char*>(act_part_.get()) + operand() * static_cast<size_t>(width) * k * share(c.moe_intermediate_size);
     backend_.moe(experts);
+    backend_.expect(w.expert_down, ids_.i32(), k);  // the first row's: the only one's when a step has one
+    expect({&w.shared_down});
     gather_acts(width);
     experts.phase = MoePhase::kDown;
     experts.act = expert_act_.get();
     experts.shared_act = shared_act_.get();
     backend_.moe(experts);
+    expect_layer(layer + 1);
     gather_residual(width);
   }
   if (tap == nullptr) return;

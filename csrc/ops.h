@@ -307,6 +307,9 @@ class Backend {
   virtual void set_graphs(bool on) = 0;  // off: always eager
   virtual void drop_graphs() = 0;
 
+  // What operations behind the next `outside` will read: a device may fetch it while that work waits for others. A hint, no bit of any
+  // result depends on it. ids: of the w.e matrices those ids[0 .. count) will be read; null: all of w.
+  virtual void expect(const Weight&, const int32_t* /*ids*/ = nullptr, int /*count*/ = 0) {}
   // Lets a library put work of its own between the operations, on the stream it is given (null for the CPU); in a step too.
   virtual void outside(const char* counter, const std::function<void(void* stream)>& work) = 0;
 

@@ -16,6 +16,7 @@ constexpr int kGuardByte = 0xa5;
 constexpr uint32_t kPoison = 0x7ffadbad;     // NaN as f32 and, twice, as f64; out of every range as i32
 constexpr size_t kStaging = 64 << 10;        // downloads up to this many bytes go through pinned memory
 constexpr size_t kMaxGraphs = 256;         // keys hold temperatures and lengths, so a session may see any number of them
+constexpr size_t kMibAhead = 20;             // of weights fetched during an exchange: what memory gives in its time
 constexpr size_t kDefaultShared = 48 << 10;  // static and dynamic together, without asking for more
 
 constexpr size_t round_up(size_t n) { return (n + kGuard - 1) / kGuard * kGuard; }
@@ -29,6 +30,17 @@ __global__ void poison_kernel(uint32_t* p, size_t words) {
 }
 
 std::string arch_name(int major, int minor) { return "sm_" + std::to_string(major) + std::to_string(minor); }
+
+size_t mib_ahead() {
+  const char* text = std::getenv("KDTREE_CUDA_AHEAD");
+  if (text == nullptr) return kMibAhead;
+  char* end = nullptr;
+  const long value = std::strtol(text, &end, 10);
+  if (end == text || *end != '\0' || value < 0 || value > 1024) {
+    throw Error("ConfigError", std::string("KDTREE_CUDA_AHEAD: '") + text + "' is not a number of MiB from 0 to 1024");
+  }
+  return static_cast<size_t>(value);
+}
 
 }  // namespace
 
@@ -70,7 +82,11 @@ CudaBackend::CudaBackend(int device, bool poison) : device_(device), poison_(poi
   tensor_ = !(asked != nullptr && std::strcmp(asked, "0") == 0);
   device_shape_ = {tensor_ && major >= 9 && image.ptxVersion >= 90, multiprocessors, shared_limit_};
   wgmma_ = tensor_ && major == 9 && finds_wgmma();
+  ahead_ = mib_ahead() << 20;
   KD_CUDA(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking));
+  KD_CUDA(cudaStreamCreateWithFlags(&beside_, cudaStreamNonBlocking));
+  KD_CUDA(cudaEventCreateWithFlags(&forked_, cudaEventDisableTiming));
+  KD_CUDA(cudaEventCreateWithFlags(&joined_, cudaEventDisableTiming));
   KD_CUDA(cudaMallocHost(reinterpret_cast<void**>(&staging_), kStaging));
   KD_CUDA(cudaMalloc(reinterpret_cast<void**>(&done_), kMostGroups * sizeof *done_));
   KD_CUDA(cudaMemsetAsync(done_, 0, kMostGroups * sizeof *done_, stream_));
@@ -84,6 +100,9 @@ CudaBackend::~CudaBackend() {
   for (auto& [payload, allocation] : allocations_) cudaFree(payload - kGuard);
   cudaFree(done_);
   cudaFreeHost(staging_);
+  cudaEventDestroy(forked_);
+  cudaEventDestroy(joined_);
+  cudaStreamDestroy(beside_);
   cudaStreamDestroy(stream_);
 }
 
@@ -210,7 +229,11 @@ Resident CudaBackend::resident(const void* host, size_t bytes, size_t count, siz
 
 void CudaBackend::outside(const char* counter, const std::function<void(void*)>& work) {
   enter(counter, true);
+  const bool fetches = expected_.parts > 0 && ahead_ > 0;
+  if (fetches) fetch_expected();
   work(stream_);
+  if (fetches) KD_CUDA(cudaStreamWaitEvent(stream_, joined_));
+  expected_.parts = 0;
   after_kernel_ = false;
   ++(*counting_)[counter];
 }

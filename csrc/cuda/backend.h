@@ -14,6 +14,7 @@
 #include "../ops.h"
 #include "check.h"
 #include "../stream_plan.h"
+#include "ahead.h"
 
 namespace kdtree {
 
@@ -42,6 +43,7 @@ class CudaBackend final : public Backend {
   void step(const std::string& key, const std::function<void()>& body) override;
   void set_graphs(bool on) override { graphs_on_ = on; }
   void drop_graphs() override;
+  void expect(const Weight& w, const int32_t* ids, int count) override;
   void outside(const char* counter, const std::function<void(void*)>& work) override;
 
   std::map<std::string, uint64_t> counters() const override { return counters_; }
@@ -145,6 +147,8 @@ class CudaBackend final : public Backend {
   void launch_values(const MlaValueArgs& a, const cuda::MlaParts* parts);  // null: from o_lat
   static bool finds_wgmma();
 
+  void fetch_expected();  // on the side stream, from here on
+
   void enter(const char* call, bool capturable);
   char* take(size_t bytes, const char* what);
   void capture(const std::string& key, const std::function<void()>& body);
@@ -161,6 +165,12 @@ class CudaBackend final : public Backend {
   std::unordered_map<const void*, size_t> shared_reserved_;
   stream::Device device_shape_{};
   std::map<std::pair<const void*, size_t>, int> resident_clusters_;
+
+  // What is expected of the weights is fetched into L2 on a stream beside, while the main one waits for other devices.
+  cudaStream_t beside_ = nullptr;
+  cudaEvent_t forked_ = nullptr, joined_ = nullptr;
+  size_t ahead_ = 0;  // bytes that are fetched, at most; 0: none
+  cuda::Expected expected_{};
 
   std::map<char*, Allocation> allocations_;
   MemoryInfo memory_{0, 0};
