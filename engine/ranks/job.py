@@ -26,7 +26,7 @@ from multiprocessing.connection import Connection, Listener
 from pathlib import Path
 from typing import Any
 
-from engine.ranks.verdict import OUTPUT, Rank, blame, report
+from engine.ranks.verdict import OUTPUT, Rank, blame, report, told
 from engine.ranks.watch import ADDRESS, KEY, SILENT
 from harness.protocol import RankError
 from harness.sources import ROOT
@@ -37,6 +37,7 @@ WORKER = "engine.ranks.worker"
 PORTS = 8  # one after the other from the first: one that is taken is left out, there as here
 START_SECONDS = 120.0  # for all ranks to say hello: they import torch, from a cold disk perhaps
 GRACE = 1.5  # seconds between the first sign of trouble and the verdict: others may know more
+TELLING = 5.0  # more, for torchrun to say how a rank died: it notices late on a busy machine
 END_SECONDS = 10.0  # for ranks that were told to end
 
 
@@ -221,7 +222,7 @@ class Job:
                 rank.heard = time.monotonic()
                 if message[0] == "words":
                     rank.words = (message[1], message[2])
-        rank.gone = True
+        rank.left = time.monotonic()
 
     def _look(self) -> None:
         """Until the first sign of trouble; then the verdict, and the end of everything."""
@@ -237,6 +238,11 @@ class Job:
         if self._ending:
             return
         time.sleep(GRACE)
+        end = time.monotonic() + TELLING
+        while not (self._ending or told(self._ranks.values(), self.folder)) and time.monotonic() < end:
+            if self._torchrun.poll() is not None:
+                end = min(end, time.monotonic() + 0.5)  # its last words are on their way to the file
+            time.sleep(0.1)
         if not self._ending:
             self._fail(*blame(self._ranks.values(), self.folder, self._torchrun.poll()))
 

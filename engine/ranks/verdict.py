@@ -25,7 +25,12 @@ class Rank:
     heard: float = field(default_factory=time.monotonic)
     words: tuple[str, str] | None = None
     silent: bool = False
-    gone: bool = False
+    left: float | None = None
+    """When its line broke, monotonic seconds."""
+
+    @property
+    def gone(self) -> bool:
+        return self.left is not None
 
     @property
     def done(self) -> bool:
@@ -38,12 +43,15 @@ class Rank:
 
 
 def blame(ranks: Iterable[Rank], folder: Path, status: int | None) -> tuple[str, list[int]]:
-    """The first line of the verdict, and the ranks by guilt; ``status`` is torchrun's, if it has ended."""
+    """The first line of the verdict, and the ranks by guilt; ``status`` is torchrun's, if it has ended.
+
+    Of several that died without a word the first one is to blame: torchrun ends the others when it sees one end.
+    """
     known = sorted(ranks, key=lambda rank: rank.number)
     kinds: list[tuple[str, list[Rank]]] = [
         ("diverged", [r for r in known if r.words and r.words[0] == "diverged"]),
         ("hung", [r for r in known if r.silent]),
-        ("died", [r for r in known if r.gone and not r.words]),
+        ("died", sorted((r for r in known if r.gone and not r.words), key=lambda r: r.left or 0.0)),
         ("failed", [r for r in known if r.words and r.words[0] == "error"]),
         ("waited", [r for r in known if r.words and r.words[0] == "waited"]),
     ]
@@ -60,6 +68,11 @@ def blame(ranks: Iterable[Rank], folder: Path, status: int | None) -> tuple[str,
         }.get(kind, f"{kind}: {said}")
         return f"rank {rank.number} {text}", order
     return f"torchrun ended with status {status} before every rank had come", order
+
+
+def told(ranks: Iterable[Rank], folder: Path) -> bool:
+    """Whether torchrun has said of everyone who died without a word how."""
+    return all(_ending(folder, rank.pid) for rank in ranks if rank.gone and not rank.words)
 
 
 def _ending(folder: Path, pid: int) -> str:

@@ -1,0 +1,42 @@
+"""Whom a failed job is blamed on, from what its supervisor has seen; whole jobs are in test_job.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from engine.ranks.verdict import OUTPUT, Rank, blame, told
+
+REPORT = """
+  rank      : 1 (local_rank: 1)
+  exitcode  : -9 (pid: 4711)
+  error_file: <N/A>
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / OUTPUT).write_text("", "utf-8")
+    return tmp_path
+
+
+def test_the_first_to_die_is_to_blame_and_not_who_was_ended_for_it(folder: Path) -> None:
+    ranks = [Rank(0, 4710, left=12.0), Rank(1, 4711, left=10.5), Rank(2, 4712, left=12.1)]
+    line, order = blame(ranks, folder, None)
+    assert (line, order) == ("rank 1 died (pid 4711)", [1, 0, 2])
+    (folder / OUTPUT).write_text(REPORT, "utf-8")
+    assert blame(ranks, folder, 1)[0] == "rank 1 died of SIGKILL (pid 4711)"
+
+
+def test_who_lost_the_others_comes_after_who_died(folder: Path) -> None:
+    ranks = [Rank(0, 1, left=1.0, words=("waited", "an exchange failed")), Rank(1, 2, left=5.0)]
+    assert blame(ranks, folder, None)[1] == [1, 0]
+
+
+def test_the_verdict_waits_until_torchrun_has_told_how_they_died(folder: Path) -> None:
+    ranks = [Rank(0, 4710, words=("waited", "")), Rank(1, 4711, left=1.0)]
+    assert not told(ranks, folder)
+    (folder / OUTPUT).write_text(REPORT, "utf-8")
+    assert told(ranks, folder)
+    assert told([Rank(0, 4710), Rank(1, 4711, words=("diverged", ""), left=1.0)], folder)
