@@ -175,8 +175,8 @@ class CudaBackend final : public Backend {
   std::map<char*, Allocation> allocations_;
   MemoryInfo memory_{0, 0};
   char* staging_ = nullptr;  // pinned, for small downloads
-  static constexpr int kMostGroups = 64;  // of 64 rows, that a route may have
-  unsigned* done_ = nullptr;              // [kMostGroups], zeros between launches
+  static constexpr int kMostGroups = 1024;  // of 64 rows, that a route may have
+  unsigned* meeting_ = nullptr;           // [kMostGroups, 2], zeros between launches
 
   bool graphs_on_ = true;
   bool capturing_ = false;

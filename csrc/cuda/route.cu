@@ -2,7 +2,8 @@
 //
 // Bytes: the router's weights once for up to 64 rows; bound by latency: what counts is how soon the first and the last byte arrive. A
 // cluster of eight blocks owns kRows experts; a block has an eighth of K and a warp an eighth of that, whose weights it asks for before
-// the launch ahead has ended. The block that is done last of all chooses for every row.
+// the launch ahead has ended. When all blocks have written their logits, they share out the rows and choose; all of them run at a time, so
+// that waiting for each other ends: whatever is launched behind starts only when every block of this launch has begun.
 // Reduction order of a logit, a function of K alone: an eighth's eighth by 32 elements ascending (two mma each), then the eight sums of a
 // block ascending, then the eight blocks' ascending. The norm's sum of squares is stream.cuh's. No other row has a say in either.
 #include "backend.h"
@@ -14,11 +15,11 @@ namespace {
 
 using namespace cuda;
 
-constexpr int kBlocks = 8, kWarps = 8, kTiles = 2;  // blocks a cluster; warps a block; tiles of 16 experts a cluster
-constexpr int kRows = kTiles * kTileRows;
-constexpr int kUnit = 32, kAhead = 4;               // elements of K a step; steps whose weights a lane holds at a time
-constexpr int kMostRows = 64;                       // of the step, for one set of clusters
-static_assert(kBlocks == kSegments, "a block has a segment of K");
+constexpr int kBlocks = kSegments, kWarps = stream::kRouteWarps;     // blocks a cluster, a segment of K each; warps a block
+constexpr int kRows = stream::kRouteRows, kTiles = kRows / kTileRows;  // experts a cluster
+constexpr int kUnit = stream::kRouteUnit, kAhead = 4;                  // elements of K a step; steps whose weights a lane holds at a time
+constexpr int kMostRows = stream::kRouteColumns;                       // of the step, for one set of clusters
+constexpr int kFewRows = 4;                                            // whose squares every block adds up itself
 
 struct RouteParams {
   const float* x;
@@ -27,7 +28,7 @@ struct RouteParams {
   float eps;
   const uint16_t* w;  // [experts, k]
   float* logits;
-  unsigned* done;  // blocks that are done, for each 64 rows; 0 between launches
+  unsigned* meeting;  // for each 64 rows: blocks whose logits are written, blocks that have left; zeros between launches
   int stride;      // bytes between staged rows
   const int32_t* n_rows;
   RouterArgs choice;
@@ -41,8 +42,7 @@ __global__ __launch_bounds__(kWarps * kWarp) void route_kernel(const __grid_cons
   float* const partial = reinterpret_cast<float*>(smem);              // [warp][row][column]
   float* const sums = partial + kWarps * kRows * COLUMNS;             // [row][column]: of this block
   uint8_t* const staged = reinterpret_cast<uint8_t*>(sums + kRows * COLUMNS);
-  __shared__ float squares[COLUMNS], inverse[COLUMNS];
-  __shared__ bool last;
+  __shared__ float squares[COLUMNS < kFewRows * kSegments ? kFewRows * kSegments : COLUMNS], inverse[COLUMNS];
 
   const RouterArgs& a = p.choice;
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
@@ -75,8 +75,14 @@ __global__ __launch_bounds__(kWarps * kWarp) void route_kernel(const __grid_cons
   const int rows = min(active_rows(p.n_rows, a.max_rows) - m0, kMostRows);
   if (m0 > 0 && rows <= 0) return;  // the whole cluster alike
   const float* x = p.x + static_cast<size_t>(m0) * p.ldx;
-  square_rows<1>(squares, x, p.ldx, max_rows, p.k, kUnit, rank);
-  inverse_rows<kBlocks, 1>(inverse, squares, max_rows, p.k, p.eps);
+  if (max_rows <= kFewRows) {  // every block for itself: the same sums without waiting for the others
+    square_rows<kSegments>(squares, x, p.ldx, max_rows, p.k, kUnit, 0);
+    __syncthreads();
+    inverse_rows<1, kSegments>(inverse, squares, max_rows, p.k, p.eps);
+  } else {
+    square_rows<1>(squares, x, p.ldx, max_rows, p.k, kUnit, rank);
+    inverse_rows<kBlocks, 1>(inverse, squares, max_rows, p.k, p.eps);
+  }
   stage_normed_rows(staged, p.stride, x, p.ldx, max_rows, COLUMNS, p.k, block_first * kUnit, block_units * kUnit, p.norm_w, inverse);
   __syncthreads();
 
@@ -142,23 +148,27 @@ __global__ __launch_bounds__(kWarps * kWarp) void route_kernel(const __grid_cons
   }
   cluster_arrive<kBlocks>();
 
-  // Whoever counts last finds every logit written.
+  unsigned* const written = p.meeting + 2 * blockIdx.y;
+  unsigned* const left = written + 1;
   __threadfence();
+  cluster_wait<kBlocks>();  // the others have read this block's sums, where the choice works
   __syncthreads();
+  const int chooses = static_cast<int>(blockIdx.x) + warp * static_cast<int>(gridDim.x);  // the rows go to the first warps of all blocks first
   if (threadIdx.x == 0) {
-    last = atomicAdd(p.done + blockIdx.y, 1u) == gridDim.x - 1;
-    if (last) p.done[blockIdx.y] = 0;
+    atomicAdd(written, 1u);
+    if (static_cast<int>(blockIdx.x) < rows) {
+      while (*reinterpret_cast<volatile unsigned*>(written) < gridDim.x) {
+      }
+      __threadfence();
+    }
+    if (atomicAdd(left, 1u) == gridDim.x - 1) *written = 0, *left = 0;
   }
   __syncthreads();
-  if (last) {
-    __threadfence();
-    float* const shared = reinterpret_cast<float*>(smem) + warp * (2 * a.experts + 2 * a.n_group + a.top_k);
-    for (int m = warp; m < rows; m += kWarps) {
-      choose_experts(a, m0 + m, shared);
-      __syncwarp();
-    }
+  float* const shared = reinterpret_cast<float*>(smem) + warp * (2 * a.experts + 2 * a.n_group + a.top_k);
+  for (int m = chooses; m < rows; m += kWarps * static_cast<int>(gridDim.x)) {
+    choose_experts(a, m0 + m, shared);
+    __syncwarp();
   }
-  cluster_wait<kBlocks>();  // the others have read this block's sums
 }
 
 using Kernel = void (*)(RouteParams);
@@ -168,21 +178,21 @@ using Kernel = void (*)(RouteParams);
 bool CudaBackend::route_on_tensor_cores(const LinearArgs& l, const RouterArgs& a) {
   const int k = l.w[0].k;
   const auto aligned = [](const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; };
-  if (l.numerics != Numerics::kBf16 || l.w[0].kind != WeightKind::kBf16 || l.norm_w == nullptr || !stream::serves(device_shape_, k)) return false;
+  if (l.numerics != Numerics::kBf16 || l.w[0].kind != WeightKind::kBf16 || l.norm_w == nullptr) return false;
   if (!aligned(l.x) || l.ldx % 4 != 0 || !aligned(l.norm_w) || !aligned(l.w[0].data) || l.ldo[0] != a.experts) return false;
-  const int groups = (a.max_rows + kMostRows - 1) / kMostRows;
-  const int nt = a.max_rows <= 8 ? 1 : a.max_rows <= 16 ? 2 : 8;
-  const int length = stream::staged_length(k, kBlocks, kUnit), stride = stream::staged_stride(length);
-  const size_t columns = static_cast<size_t>(nt) * kColumns;
-  const size_t product = (kWarps + 1) * sizeof(float) * kRows * columns + columns * stride;
-  const size_t choice = kWarps * sizeof(float) * choice_words(a);
-  const size_t shared = product > choice ? product : choice;
-  if (groups > kMostGroups || shared + stream::kStatic > device_shape_.shared) return false;
+  const size_t words = stream::choice_words(a.experts, a.n_group, a.top_k);
+  if (!stream::serves_route(device_shape_, k, a.experts, words)) return false;
+  const int clusters = stream::route_clusters(a.experts);
+  const size_t widest = stream::route_shared(k, kMostRows, words);
+  if (resident_clusters(reinterpret_cast<const void*>(&route_kernel<8>), "route", kBlocks, kWarps * kWarp, widest) < clusters) return false;
+  const int groups = (a.max_rows + kMostRows - 1) / kMostRows, nt = a.max_rows <= 8 ? 1 : a.max_rows <= 16 ? 2 : 8;
+  if (groups > kMostGroups) throw Error("RequestError", "route: " + std::to_string(a.max_rows) + " rows in a step");
+  const size_t shared = stream::route_shared(k, nt * kColumns, words);
+  const int stride = stream::staged_stride(stream::staged_length(k, kBlocks, kUnit));
   const Kernel kernel = nt == 1 ? route_kernel<1> : nt == 2 ? route_kernel<2> : route_kernel<8>;
   reserve_shared(reinterpret_cast<const void*>(kernel), "route", shared);
   const RouteParams p{static_cast<const float*>(l.x), l.ldx, k, l.norm_w, l.eps, static_cast<const uint16_t*>(l.w[0].data),
-                      static_cast<float*>(l.out[0]), done_, stride, l.n_rows, a};
-  const int clusters = (a.experts + kRows - 1) / kRows;
+                      static_cast<float*>(l.out[0]), meeting_, stride, l.n_rows, a};
   launch_clusters("route", kernel, kBlocks, dim3(static_cast<unsigned>(clusters * kBlocks), static_cast<unsigned>(groups)), kWarps * kWarp, shared, p);
   ++(*counting_)["linear_bf16"];
   ++(*counting_)["router"];

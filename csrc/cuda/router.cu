@@ -19,7 +19,7 @@ __global__ __launch_bounds__(kWarp) void router_kernel(RouterArgs a) {
 
 void CudaBackend::router(const RouterArgs& a) {
   if (a.max_rows <= 0) return;
-  const size_t shared = sizeof(float) * choice_words(a);
+  const size_t shared = sizeof(float) * stream::choice_words(a.experts, a.n_group, a.top_k);
   reserve_shared(reinterpret_cast<const void*>(router_kernel), "router", shared);
   launch("router", router_kernel, dim3(a.max_rows), kWarp, shared, a);
 }

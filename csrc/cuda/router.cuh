@@ -47,10 +47,7 @@ __device__ __forceinline__ void take_best(float* values, int n, int count, int l
   }
 }
 
-// Words of shared memory that a warp needs.
-inline size_t choice_words(const RouterArgs& a) { return 2 * static_cast<size_t>(a.experts) + 2 * a.n_group + a.top_k; }
-
-// ids and weights of row m from its logits; the whole warp.
+// ids and weights of row m from its logits; the whole warp. shared: stream::choice_words.
 __device__ __forceinline__ void choose_experts(const RouterArgs& a, int m, float* shared) {
   float* score = shared;                                  // [experts]
   float* choice = score + a.experts;                      // [experts] score + bias, -inf when out of the running

@@ -342,18 +342,41 @@ __device__ __forceinline__ void multiply_unit(float (&acc)[MT][ALL][4], uint32_t
 // 4l..4l+3 of every 128, ascending; butterfly.
 template <int SPC>
 __device__ __forceinline__ void square_rows(float* sq, const float* x, int ldx, int rows, int k, int granule, int rank) {
-  const int lane = threadIdx.x % kWarp, units = (k + granule - 1) / granule;
-  for (int task = threadIdx.x / kWarp; task < rows * SPC; task += blockDim.x / kWarp) {
-    const int s = rank * SPC + task % SPC, begin = segment_begin(s, units) * granule, end = min(segment_begin(s + 1, units) * granule, k);
-    const float* p = x + static_cast<size_t>(task / SPC) * ldx;
-    float ss = 0.f;
-#pragma unroll 4
-    for (int i = begin + 4 * lane; i < end; i += 4 * kWarp) {
-      const float4 v = *reinterpret_cast<const float4*>(p + i);
-      ss = __fmaf_rn(v.x, v.x, ss), ss = __fmaf_rn(v.y, v.y, ss), ss = __fmaf_rn(v.z, v.z, ss), ss = __fmaf_rn(v.w, v.w, ss);
+  constexpr int SUMS = 2, AHEAD = 8;  // of a warp at a time, and pieces of each: all asked for before the first is there
+  const int lane = threadIdx.x % kWarp, warps = blockDim.x / kWarp, units = (k + granule - 1) / granule;
+  for (int first = threadIdx.x / kWarp; first < rows * SPC; first += SUMS * warps) {
+    const float* p[SUMS];
+    int left[SUMS];  // elements from the lane's next one to the segment's end
+    float ss[SUMS];
+#pragma unroll
+    for (int j = 0; j < SUMS; ++j) {
+      const int task = first + j * warps, s = rank * SPC + task % SPC, begin = segment_begin(s, units) * granule;
+      p[j] = x + static_cast<size_t>(task / SPC) * ldx + begin + 4 * lane;
+      left[j] = task < rows * SPC ? min(segment_begin(s + 1, units) * granule, k) - begin - 4 * lane : 0;
+      ss[j] = 0.f;
     }
-    ss = warp_sum(ss);
-    if (lane == 0) sq[task] = ss;
+    for (int at = 0; at < max(left[0], left[SUMS - 1]); at += AHEAD * 4 * kWarp) {
+      float4 v[SUMS][AHEAD];
+#pragma unroll
+      for (int j = 0; j < SUMS; ++j)
+#pragma unroll
+        for (int i = 0; i < AHEAD; ++i) {
+          const int place = at + i * 4 * kWarp;
+          v[j][i] = place < left[j] ? *reinterpret_cast<const float4*>(p[j] + place) : make_float4(0.f, 0.f, 0.f, 0.f);
+        }
+#pragma unroll
+      for (int j = 0; j < SUMS; ++j)
+#pragma unroll
+        for (int i = 0; i < AHEAD; ++i) {  // past the end zeros, which leave a sum of squares as it is
+          ss[j] = __fmaf_rn(v[j][i].x, v[j][i].x, ss[j]), ss[j] = __fmaf_rn(v[j][i].y, v[j][i].y, ss[j]);
+          ss[j] = __fmaf_rn(v[j][i].z, v[j][i].z, ss[j]), ss[j] = __fmaf_rn(v[j][i].w, v[j][i].w, ss[j]);
+        }
+    }
+#pragma unroll
+    for (int j = 0; j < SUMS; ++j) {
+      ss[j] = warp_sum(ss[j]);
+      if (lane == 0 && first + j * warps < rows * SPC) sq[first + j * warps] = ss[j];
+    }
   }
 }
 
