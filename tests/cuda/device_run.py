@@ -100,6 +100,7 @@ def stages(out: Path, scratch: Path) -> dict[str, Stage]:
         "ranks-tests": Stage([*pytest, "tests/cuda/test_ranks.py"], 200, gpus=2),
         "ranks-matrix": Stage(matrix("ranks-matrix", "-n", "0", "--ranks", "2"), 500, gpus=2),
         "ranks": Stage(ranks(), 400, gpus=2),
+        "counters": Stage([*module, "harness.bench.counters", "--json", str(out / "counters.json")], 300),
         "bench": Stage(bench(), 550),
     }
 
