@@ -56,6 +56,7 @@ void CudaBackend::fetch_expected() {
   fetch_kernel<<<kFetchBlocks, kFetchThreads, 0, beside_>>>(expected_, share);
   KD_CUDA(cudaGetLastError());
   KD_CUDA(cudaEventRecord(joined_, beside_));
+  expected_.parts = 0;
 }
 
 }  // namespace kdtree

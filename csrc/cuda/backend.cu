@@ -229,11 +229,10 @@ Resident CudaBackend::resident(const void* host, size_t bytes, size_t count, siz
 
 void CudaBackend::outside(const char* counter, const std::function<void(void*)>& work) {
   enter(counter, true);
-  const bool fetches = expected_.parts > 0 && ahead_ > 0;
+  const bool fetches = expected_.parts > 0;
   if (fetches) fetch_expected();
   work(stream_);
   if (fetches) KD_CUDA(cudaStreamWaitEvent(stream_, joined_));
-  expected_.parts = 0;
   after_kernel_ = false;
   ++(*counting_)[counter];
 }
