@@ -34,13 +34,6 @@ int as_int(int64_t value, const char* what) {
   return static_cast<int>(value);
 }
 
-// Whether the router's product and choice are one launch; the number of rows has no say.
-bool route_plan(int64_t k, int64_t experts, int64_t groups, int64_t top_k, int64_t multiprocessors, int64_t shared) {
-  const stream::Device device{true, as_int(multiprocessors, "multiprocessors"), static_cast<size_t>(shared)};
-  const size_t words = stream::choice_words(as_int(experts, "experts"), as_int(groups, "groups"), as_int(top_k, "top_k"));
-  return stream::serves_route(device, as_int(k, "k"), static_cast<int>(experts), words);
-}
-
 // [clusters + 1]: where each cluster's items other than the shared expert's begin (stream::Items).
 std::vector<int64_t> expert_shares(int64_t clusters, int64_t shared, int64_t shared_cost, int64_t count, int64_t cost) {
   need(clusters > 0, "clusters", "is not positive");
@@ -73,7 +66,6 @@ int64_t weight_byte(int64_t first, int64_t row, int64_t groups, int64_t group, i
 
 KDTREE_LIBRARY_FRAGMENT(KDTREE_LIBRARY, m) {
   m.def("product_plan(str product, bool int4, int k, int rows, bool paired, bool clusters, int shared) -> str");
-  m.def("route_plan(int k, int experts, int groups, int top_k, int multiprocessors, int shared) -> bool");
   m.def("expert_shares(int clusters, int shared, int shared_cost, int count, int cost) -> int[]");
   m.def("product_segments(int k, int granule, int cluster) -> int[]");
   m.def("weight_byte(int first, int row, int groups, int group, int bytes) -> int");
@@ -81,7 +73,6 @@ KDTREE_LIBRARY_FRAGMENT(KDTREE_LIBRARY, m) {
 
 KDTREE_LIBRARY_IMPL(KDTREE_LIBRARY, m) {
   m.impl("product_plan", kdtree::boxed<kdtree::product_plan>);
-  m.impl("route_plan", kdtree::boxed<kdtree::route_plan>);
   m.impl("expert_shares", kdtree::boxed<kdtree::expert_shares>);
   m.impl("product_segments", kdtree::boxed<kdtree::product_segments>);
   m.impl("weight_byte", kdtree::boxed<kdtree::weight_byte>);

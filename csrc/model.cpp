@@ -190,8 +190,8 @@ void Forward::show(const Tap& tap, const std::string& name, const void* part, in
   tap(name, whole.get(), dim, element);
 }
 
-LinearArgs Forward::product(int width, const void* x, const float* norm, double eps,
-                            std::vector<std::pair<const Weight*, void*>> parts, Epilogue epilogue) {
+void Forward::linear(int width, const void* x, const float* norm, double eps,
+                     std::vector<std::pair<const Weight*, void*>> parts, Epilogue epilogue) {
   LinearArgs a{};
   a.x = x;
   a.ldx = parts[0].first->k;
@@ -208,12 +208,7 @@ LinearArgs Forward::product(int width, const void* x, const float* norm, double 
   a.max_rows = width;
   a.n_rows = n_rows();
   a.numerics = numerics_;
-  return a;
-}
-
-void Forward::linear(int width, const void* x, const float* norm, double eps,
-                     std::vector<std::pair<const Weight*, void*>> parts, Epilogue epilogue) {
-  backend_.linear(product(width, x, norm, eps, std::move(parts), epilogue));
+  backend_.linear(a);
 }
 
 void Forward::layers(int width, int max_keys, const Tap* tap, int kv_len, const AfterLayer* after) {
@@ -301,9 +296,9 @@ void Forward::moe(int layer, int width, const Tap* tap) {
   const LayerWeights& w = weights_.layers[layer];
   const ModelConfig& c = config_;
   const int k = c.num_experts_per_tok;
-  backend_.route(product(width, x_.f32(), w.mlp_norm, c.rms_norm_eps, {{&w.router, router_logits_.f32()}}, Epilogue::kStore),
-                 {router_logits_.f32(), w.router_bias, c.n_routed_experts, k, c.n_group, c.topk_group, c.norm_topk_prob != 0,
-                  static_cast<float>(c.routed_scaling_factor), ids_.i32(), expert_weights_.f32(), layer, width, state()});
+  linear(width, x_.f32(), w.mlp_norm, c.rms_norm_eps, {{&w.router, router_logits_.f32()}}, Epilogue::kStore);
+  backend_.router({router_logits_.f32(), w.router_bias, c.n_routed_experts, k, c.n_group, c.topk_group, c.norm_topk_prob != 0,
+                   static_cast<float>(c.routed_scaling_factor), ids_.i32(), expert_weights_.f32(), layer, width, state()});
   MoeArgs experts{x_.f32(), c.hidden_size, w.mlp_norm, static_cast<float>(c.rms_norm_eps), ids_.i32(), expert_weights_.f32(), k,
                   w.expert_gate, w.expert_up, w.expert_down, w.shared_gate, w.shared_up, w.shared_down, expert_act_.get(),
                   shared_act_.get(), residual(), scratch(), width, n_rows(), numerics_};

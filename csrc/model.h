@@ -155,9 +155,6 @@ class Forward {
   void attention(int layer, int width, int max_keys, const Tap* tap, int kv_len);
   void dense(int layer, int width, const Tap* tap);
   void moe(int layer, int width, const Tap* tap);
-  // y = w x for the rows of a step.
-  LinearArgs product(int width, const void* x, const float* norm, double eps, std::vector<std::pair<const Weight*, void*>> parts,
-                     Epilogue epilogue);
   void linear(int width, const void* x, const float* norm, double eps, std::vector<std::pair<const Weight*, void*>> parts,
               Epilogue epilogue);
   // This rank's part of the residual stream: what products are added to. Alone it is the whole.

@@ -341,12 +341,6 @@ class Backend {
     mla_value(v);
   }
   virtual void router(const RouterArgs&) = 0;
-  // The router's product, an Epilogue::kStore of one weight into choice.logits, and the choice. Always the same bits for a row, and
-  // those of one after the other but for the order in which a logit is added up.
-  virtual void route(const LinearArgs& product, const RouterArgs& choice) {
-    linear(product);
-    router(choice);
-  }
   virtual void moe(const MoeArgs&) = 0;
   virtual void unshard(const UnshardArgs&) = 0;
   virtual void checksum(const ChecksumArgs&) = 0;

@@ -101,24 +101,6 @@ constexpr bool serves_moe(const Device& device, int k, int shared_k, int top_k, 
   return serves(device, k) && shared_k % 8 == 0 && top_k <= kMostTopK && experts <= kMostExperts;
 }
 
-// The router's product and choice in one launch: clusters of kSegments blocks, a block a segment of K, kRouteRows experts a cluster. Which
-// rows a step has must not matter, so the widest launch decides for all: its shared memory, and that all blocks can run at a time.
-constexpr int kRouteRows = 2 * kTileRows, kRouteWarps = 8, kRouteUnit = 32, kRouteColumns = 64;
-constexpr int route_clusters(int experts) { return (experts + kRouteRows - 1) / kRouteRows; }
-// Words of shared memory that the choice of one row takes.
-constexpr size_t choice_words(int experts, int groups, int top_k) { return 2 * static_cast<size_t>(experts) + 2 * groups + top_k; }
-// columns: rows of the step that a launch has room for.
-constexpr size_t route_shared(int k, int columns, size_t choice_words) {
-  const size_t sums = (kRouteWarps + 1) * sizeof(float) * kRouteRows * columns;
-  const size_t staged = static_cast<size_t>(columns) * staged_stride(staged_length(k, kSegments, kRouteUnit));
-  const size_t choice = kRouteWarps * sizeof(float) * choice_words;
-  return sums + staged > choice ? sums + staged : choice;
-}
-constexpr bool serves_route(const Device& device, int k, int experts, size_t choice_words) {
-  return serves(device, k) && 4 * kSegments * route_clusters(experts) <= 3 * device.multiprocessors &&
-         route_shared(k, kRouteColumns, choice_words) + kStatic <= device.shared;
-}
-
 // The first variant that takes all rows at once; if none fits the device, one for half as many, and so on; -1 if none does.
 template <int COUNT, typename Bytes>
 constexpr int choose(const Variant (&table)[COUNT], const Device& device, int rows, bool paired, const Bytes& bytes) {

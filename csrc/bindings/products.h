@@ -35,8 +35,9 @@ void rms_norm(int64_t handle, Tensor out, Tensor x, Tensor w, double eps, Tensor
 }
 
 // norm_w, scales: empty for none. epilogue: 0 store, 1 residual, 2 silu(first) * second.
-LinearArgs linear_args(Call& call, const Tensor& x, const Tensor& norm_w, double eps, const std::vector<Tensor>& weights,
-                       const std::vector<Tensor>& scales, const std::vector<Tensor>& outs, int64_t epilogue, const Tensor& state, bool bf16) {
+void linear(int64_t handle, Tensor x, Tensor norm_w, double eps, std::vector<Tensor> weights, std::vector<Tensor> scales,
+            std::vector<Tensor> outs, int64_t epilogue, Tensor state, bool bf16) {
+  Call call(handle, state);
   need(!weights.empty() && weights.size() <= 2 && scales.size() == weights.size(), "weights", "are not one or two with a scale each");
   need(epilogue >= 0 && epilogue <= 2, "epilogue", "is not 0, 1 or 2");
   const bool gated = epilogue == 2;
@@ -62,37 +63,17 @@ LinearArgs linear_args(Call& call, const Tensor& x, const Tensor& norm_w, double
   a.n_rows = &step_state(state)->n_rows;
   void* const scratch = call.scratch(call.backend().linear_scratch(n, k, m));
   a.scratch = scratch;
-  return a;
-}
-
-void linear(int64_t handle, Tensor x, Tensor norm_w, double eps, std::vector<Tensor> weights, std::vector<Tensor> scales,
-            std::vector<Tensor> outs, int64_t epilogue, Tensor state, bool bf16) {
-  Call call(handle, state);
-  call.run(&Backend::linear, linear_args(call, x, norm_w, eps, weights, scales, outs, epilogue, state, bf16));
-}
-
-RouterArgs router_args(const Tensor& logits, const Tensor& bias, const Tensor& ids, const Tensor& weights, int64_t n_group,
-                       int64_t topk_group, bool norm_topk, double scaling, int64_t layer, const Tensor& state) {
-  const int m = dim(logits, 0), e = dim(logits, 1), k = dim(ids, 1);
-  return {data<float>(logits, "logits"), sized<float>(bias, e, "bias"), e, k, static_cast<int>(n_group), static_cast<int>(topk_group),
-          norm_topk, static_cast<float>(scaling), sized<int32_t>(ids, static_cast<int64_t>(m) * k, "ids"),
-          sized<float>(weights, static_cast<int64_t>(m) * k, "weights"), static_cast<int>(layer), m, step_state(state)};
+  call.run(&Backend::linear, a);
 }
 
 void router(int64_t handle, Tensor logits, Tensor bias, Tensor ids, Tensor weights, int64_t n_group, int64_t topk_group, bool norm_topk,
             double scaling, int64_t layer, Tensor state) {
   Call call(handle, state);
-  call.run(&Backend::router, router_args(logits, bias, ids, weights, n_group, topk_group, norm_topk, scaling, layer, state));
-}
-
-// The router's product x [M, D] by weight [E, D] into logits, and router over them.
-void route(int64_t handle, Tensor x, Tensor norm_w, double eps, Tensor weight, Tensor scale, Tensor logits, Tensor bias, Tensor ids,
-           Tensor weights, int64_t n_group, int64_t topk_group, bool norm_topk, double scaling, int64_t layer, Tensor state, bool bf16) {
-  Call call(handle, state);
-  const LinearArgs product = linear_args(call, x, norm_w, eps, {weight}, {scale}, {logits}, 0, state, bf16);
-  const RouterArgs choice = router_args(logits, bias, ids, weights, n_group, topk_group, norm_topk, scaling, layer, state);
-  need(product.max_rows == choice.max_rows, "logits", "has not a row for every row of x");
-  call.run([=](Backend& b) { b.route(product, choice); });
+  const int m = dim(logits, 0), e = dim(logits, 1), k = dim(ids, 1);
+  call.run(&Backend::router, {data<float>(logits, "logits"), sized<float>(bias, e, "bias"), e, k, static_cast<int>(n_group),
+        static_cast<int>(topk_group), norm_topk, static_cast<float>(scaling), sized<int32_t>(ids,
+        static_cast<int64_t>(m) * k, "ids"), sized<float>(weights, static_cast<int64_t>(m) * k, "weights"),
+        static_cast<int>(layer), m, step_state(state)});
 }
 
 // experts: gate, up [E, I, D], down [E, D, I]; scales as for linear; shared: the same three as matrices, or empty.
@@ -146,10 +127,6 @@ constexpr Bound kProducts[] = {
      "(int backend, Tensor logits, Tensor bias, Tensor ids, Tensor weights, int n_group, int topk_group, bool "
      "norm_topk, float scaling, int layer, Tensor state) -> ()",
      boxed<router>},
-    {"route",
-     "(int backend, Tensor x, Tensor norm_w, float eps, Tensor weight, Tensor scale, Tensor logits, Tensor bias, Tensor ids, Tensor weights, int "
-     "n_group, int topk_group, bool norm_topk, float scaling, int layer, Tensor state, bool bf16=False) -> ()",
-     boxed<route>},
     {"moe",
      "(int backend, Tensor x, Tensor norm_w, float eps, Tensor ids, Tensor weights, Tensor[] experts, Tensor[] "
      "scales, Tensor[] shared, Tensor act, Tensor shared_act, Tensor out, Tensor state, bool bf16=False) -> ()",

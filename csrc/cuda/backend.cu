@@ -88,8 +88,6 @@ CudaBackend::CudaBackend(int device, bool poison) : device_(device), poison_(poi
   KD_CUDA(cudaEventCreateWithFlags(&forked_, cudaEventDisableTiming));
   KD_CUDA(cudaEventCreateWithFlags(&joined_, cudaEventDisableTiming));
   KD_CUDA(cudaMallocHost(reinterpret_cast<void**>(&staging_), kStaging));
-  KD_CUDA(cudaMalloc(reinterpret_cast<void**>(&meeting_), 2 * kMostGroups * sizeof *meeting_));
-  KD_CUDA(cudaMemsetAsync(meeting_, 0, 2 * kMostGroups * sizeof *meeting_, stream_));
 }
 
 CudaBackend::~CudaBackend() {
@@ -98,7 +96,6 @@ CudaBackend::~CudaBackend() {
   cudaStreamSynchronize(stream_);
   for (auto& [key, graph] : graphs_) cudaGraphExecDestroy(graph.exec);
   for (auto& [payload, allocation] : allocations_) cudaFree(payload - kGuard);
-  cudaFree(meeting_);
   cudaFreeHost(staging_);
   cudaEventDestroy(forked_);
   cudaEventDestroy(joined_);

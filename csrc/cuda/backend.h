@@ -65,7 +65,6 @@ class CudaBackend final : public Backend {
   void mla_value(const MlaValueArgs& a) override;
   void mla_output(const MlaAttentionArgs& a, const MlaValueArgs& v) override;
   void router(const RouterArgs& a) override;
-  void route(const LinearArgs& product, const RouterArgs& choice) override;
   void moe(const MoeArgs& a) override;
   void unshard(const UnshardArgs& a) override;
   void checksum(const ChecksumArgs& a) override;
@@ -133,7 +132,6 @@ class CudaBackend final : public Backend {
 
   // The products of bf16 activations on tensor cores (stream_plan.h says for which); false: the generic kernel must.
   bool linear_stream(const LinearArgs& a);
-  bool route_on_tensor_cores(const LinearArgs& product, const RouterArgs& choice);
   bool gate_up_stream(const MoeArgs& a);
   bool down_stream(const MoeArgs& a);
 
@@ -175,8 +173,6 @@ class CudaBackend final : public Backend {
   std::map<char*, Allocation> allocations_;
   MemoryInfo memory_{0, 0};
   char* staging_ = nullptr;  // pinned, for small downloads
-  static constexpr int kMostGroups = 1024;  // of 64 rows, that a route may have
-  unsigned* meeting_ = nullptr;           // [kMostGroups, 2], zeros between launches
 
   bool graphs_on_ = true;
   bool capturing_ = false;

@@ -124,8 +124,6 @@ def _family(family: str, s: _Sizes) -> Iterable[Case]:
             yield Case("mla_prepare", family, m, T=s.contexts[0], kind=kind, **mla)
             yield Case("mla_value", family, m, kind=kind, **mla)
         yield Case("router", family, m, **moe)
-        for kind in ("f32", "bf16"):
-            yield Case("route", family, m, s.hidden, kind=kind, **moe)
         yield Case("select", family, m, N=s.vocab)
         yield Case("embed", family, m, s.hidden)
         yield Case("rms_norm", family, m, s.hidden)

@@ -21,7 +21,7 @@ from harness.bench.clock import Call
 from refs.quant import groups
 
 COPIES = 400  # more are never called: harness.bench.clock.MOST
-OPERATIONS = {"moe_block": ("route", "moe")}
+OPERATIONS = {"moe_block": ("linear", "router", "moe")}
 """Of cases that are several; their arguments are then a list for each."""
 BLOCK = 16  # block_size of trees, where a case names no depth
 I32 = npt.NDArray[np.int32]
@@ -100,7 +100,7 @@ class Bench:
             self.torch.cuda.synchronize()  # operands come from torch's stream, operations run on the backend's
 
         ids = [
-            given[1][3] if case.op == "moe_block" else given[3] for given in every if case.experts and "moe" in case.op
+            given[2][3] if case.op == "moe_block" else given[3] for given in every if case.experts and "moe" in case.op
         ]
 
         def call(given: list[Any]) -> Call:
@@ -217,24 +217,19 @@ class Bench:
     def _moe_block(self, c: Case, copy: int) -> tuple[list[Any], int]:
         """The router's logits deviate by about 1 and have no bias: every row chooses evenly and for itself."""
         moe, size = self._moe(c, copy)
-        route = self._routing(c, moe[0], moe[1], self._kept("router", lambda: self._router_weight(c)), moe[11])
-        return [route, [*moe[:3], route[7], route[8], *moe[5:]]], size
+        kind = "bf16" if c.kind.endswith("bf16") else "f32"
 
-    def _router_weight(self, c: Case) -> Any:
-        even = self.uniform(c.experts, c.K) * (3 / c.K**0.5)
-        return even.to(self.torch.bfloat16).view(self.torch.uint16) if c.kind.endswith("bf16") else even
+        def weight() -> tuple[Any, Any]:
+            even = self.uniform(c.experts, c.K) * (3 / c.K**0.5)
+            none = self.torch.empty(0, dtype=self.torch.uint8, device=self.device)
+            return (even if kind == "f32" else even.to(self.torch.bfloat16).view(self.torch.uint16)), none
 
-    def _routing(self, c: Case, x: Any, norm: Any, weight: Any, state: Any) -> list[Any]:
-        none = self.torch.empty(0, dtype=self.torch.uint8, device=self.device)
-        product = [x, norm, 1e-5, weight, none, self._zeros(c.M, c.experts)]
-        results = [self._ints(np.zeros((c.M, c.top_k))), self._zeros(c.M, c.top_k)]
-        return [*product, self._zeros(c.experts), *results, 1, 1, True, 2.827, 0, state, c.kind.endswith("bf16")]
-
-    def _route(self, c: Case, copy: int) -> tuple[list[Any], int]:
-        x, norm = self.uniform(c.M, c.K), self.uniform(c.K)
-        return self._routing(c, x, norm, self._router_weight(c), self._state(c)), work.weight_bytes(
-            c.kind, c.experts, c.K
-        )
+        router = self._kept("router", weight)
+        logits, ids = self._zeros(c.M, c.experts), self._ints(np.zeros((c.M, c.top_k)))
+        weights, state = self._zeros(c.M, c.top_k), moe[11]
+        product = [moe[0], moe[1], 1e-5, [router[0]], [router[1]], [logits], 0, state, moe[12]]
+        choice = [logits, self._zeros(c.experts), ids, weights, 1, 1, True, 2.827, 0, state]
+        return [product, choice, [*moe[:3], ids, weights, *moe[5:]]], size
 
     def _mla_attention(self, c: Case, copy: int) -> tuple[list[Any], int]:
         q = [self.numbers(c.kind, c.M, c.heads, c.rank), self.numbers(c.kind, c.M, c.heads, c.rope)]

@@ -82,9 +82,6 @@ def of(case: Case, distinct: float | None = None) -> Work:
         return Work(2 * F32 * m * (c.heads + 2 * c.kv_heads) * c.v, 6 * m * (c.heads + c.kv_heads) * c.v)
     if c.op == "gather_rows":
         return Work(2 * F32 * m * c.K, 0)
-    if c.op == "route":
-        read = weight_bytes(c.kind, c.experts, c.K) + F32 * m * c.K
-        return Work(read + F32 * m * (c.experts + 2 * c.top_k), 2 * m * c.K * c.experts)
     if c.op == "router":
         return Work(F32 * (m * c.experts + c.experts + 2 * m * c.top_k), 0)
     if c.op == "select":

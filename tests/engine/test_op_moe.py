@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 from engine_ops import F32, Array, Ops
-from test_op_bf16 import BOUND, bits, error, nearest, value
 from test_op_linear import draw, int4, normed
 
 from engine.library import library
@@ -80,39 +79,6 @@ def test_weights_come_from_unbiased_scores(ops: Ops) -> None:
     s = 1 / (1 + np.exp(-logits[0].astype(np.float64)))
     assert ids[0].tolist() == [0, 1]
     np.testing.assert_allclose(weights[0], [s[0] / (s[0] + s[1]), s[1] / (s[0] + s[1])], rtol=1e-6)
-
-
-@pytest.mark.parametrize("kind", ["f32", "bf16"])
-@pytest.mark.parametrize(
-    ("m", "dim", "experts", "k", "groups"),
-    [(1, 256, 7, 3, (1, 1)), (9, 264, 40, 6, (8, 3)), (70, 1032, 384, 8, (1, 1)), (20, 100, 33, 2, (1, 1))],
-)
-def test_route(ops: Ops, kind: str, m: int, dim: int, experts: int, k: int, groups: tuple[int, int]) -> None:
-    """Product and choice in one: logits against float64, the choice `router`'s own, every row alone the same."""
-    rng = np.random.default_rng(dim)
-    x, norm, bias = draw(rng, m, dim), draw(rng, dim), draw(rng, experts) * 0.1
-    w = draw(rng, experts, dim)
-    exact, held, stored = normed(x, norm, 1e-6), w.astype(np.float64), w
-    if kind == "bf16":
-        stored, exact = bits(w), nearest(exact)
-        held = value(stored)
-
-    def run(rows: slice) -> tuple[Array, ...]:
-        count = len(x[rows])
-        logits, ids, weights = ops.empty(count, experts), ops.empty(count, k, dtype=np.int32), ops.empty(count, k)
-        given = (ops.tensor(x[rows]), ops.tensor(norm), 1e-6, ops.tensor(stored), ops.tensor(np.zeros(0, np.uint8)))
-        choice = (ops.tensor(bias), ids, weights, *groups, True, 2.5, 7)
-        ops.call("route", *given, logits, *choice, ops.state(count), kind == "bf16")
-        return tuple(t.cpu().numpy() for t in (logits, ids, weights))
-
-    whole = run(slice(None))
-    assert error(whole[0], exact @ held.T) < (BOUND if kind == "bf16" else 1e-12)
-    ids, weights, _ = route(ops, whole[0], bias, k, groups=groups)
-    assert (whole[1].tobytes(), whole[2].tobytes()) == (ids.tobytes(), weights.tobytes())
-    for rows in (slice(0, 1), slice(m - 1, m), slice(0, 8), slice(3, 20), slice(1, 66), slice(None)):
-        for mine, other in zip(run(rows), whole, strict=True):
-            assert mine.tobytes() == other[rows].tobytes(), rows
-    assert ops.counters()["router"] > 0
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])

@@ -48,18 +48,6 @@ def test_everything_else_is_for_the_generic_kernel() -> None:
         plan("router", 7168, 1)
 
 
-def test_a_route_is_one_launch_where_all_its_blocks_can_wait_for_each_other() -> None:
-    """Blocks that wait for ones that have no room yet would wait for ever; too large a K has no room at 64 rows."""
-    ask = library("cpu").route_plan
-    assert ask(7168, 384, 1, 8, 132, HOPPER)
-    assert ask(64, 16, 4, 4, 132, HOPPER)
-    assert not ask(7168, 1024, 1, 8, 132, HOPPER), "256 blocks"
-    assert ask(7168, 1024, 1, 8, 400, HOPPER)
-    assert not ask(7168, 384, 1, 8, 132, BLACKWELL)
-    assert not ask(18432, 384, 1, 8, 132, HOPPER)
-    assert not ask(100, 16, 1, 4, 132, HOPPER), "rows that are not whole sixteen bytes"
-
-
 K26_SIZES = [1536, 2048, 7168, 8192, 16384, 18432]
 EXPERTS, INNER, DIM, TOP_K = 384, 2048, 7168, 8
 
