@@ -1,6 +1,6 @@
 // INT4 products of kernels.h over V (see kernels_body.h), which reads nibbles as V::Words and scales as V::scales.
 //
-// Bytes: 0.5625 a weight. At one row AVX-512 takes 25 instructions a unit of 128 weights, a little less time than memory takes
+// Bytes: 0.5625 a weight. At one row AVX-512 takes 21 instructions a unit of 128 weights, about the time that memory takes
 // for its 72 bytes; from four rows on fused multiply-adds are the bound. Order: kernels.h.
 
 // Adds nibbles S to 7 of 16 words, times their activations, to part.
@@ -15,68 +15,76 @@ inline KDTREE_INLINE void add_nibbles(V (&part)[Mr][Nr], const V::Words (&word)[
   if constexpr (S < 7) add_nibbles<S + 1>(part, word, x, at);
 }
 
-template <int Mr, int Nr>
+// Mr rows by Streams outputs, Nr of them at a time: so many streams of weights, each read on a little at a time, are what keeps
+// memory at work, and registers hold no more than Nr outputs' nibbles.
+template <int Mr, int Nr, int Streams>
 inline KDTREE_INLINE void tile_int4(const float* const* x, const uint8_t* q, const uint16_t* scale, int groups, float* y, int ldy) {
   constexpr int kGroups = kUnit / kGroup, kBytes = kGroups * kGroupBytes;
-  V acc[Mr][Nr];
+  V acc[Mr][Streams];
   for (int i = 0; i < Mr; ++i) {
-    for (int j = 0; j < Nr; ++j) acc[i][j] = V::zero();
+    for (int j = 0; j < Streams; ++j) acc[i][j] = V::zero();
   }
-  uint8_t last_q[Nr][kBytes];
-  uint16_t last_scale[Nr][kGroups];
+  uint8_t last_q[Streams][kBytes];
+  uint16_t last_scale[Streams][kGroups];
   for (int first = 0; first < groups; first += kGroups) {
     const uint8_t* from = q + static_cast<int64_t>(first) * kGroupBytes;
     const uint16_t* scales = scale + first;
     int64_t step = static_cast<int64_t>(groups) * kGroupBytes, scale_step = groups;
     // The tile that follows in memory is asked for line by line, as this one is used up.
-    const int64_t used = static_cast<int64_t>(first) * Nr;
-    for (int j = 0; j < Nr; ++j) prefetch(q + Nr * step + used * kGroupBytes + j * kBytes + kAhead);
-    if (used % 32 < Nr * kGroups) prefetch(scale + Nr * scale_step + used + kAhead / kGroupBytes);
+    const int64_t used = static_cast<int64_t>(first) * Streams;
+    for (int j = 0; j < Streams; ++j) prefetch(q + Streams * step + used * kGroupBytes + j * kBytes + kAheadInt4);
+    for (int64_t at = used; at < used + Streams * kGroups; at += 32) prefetch(scale + Streams * scale_step + at + kAheadInt4 / kGroupBytes);
     if (const int some = groups - first; some < kGroups) {  // a unit that is not full ends with scales of zero
       std::memset(last_q, 0, sizeof last_q);
       std::memset(last_scale, 0, sizeof last_scale);
-      for (int j = 0; j < Nr; ++j) {
+      for (int j = 0; j < Streams; ++j) {
         std::memcpy(last_q[j], from + j * step, static_cast<size_t>(some) * kGroupBytes);
         std::memcpy(last_scale[j], scales + j * scale_step, static_cast<size_t>(some) * sizeof(uint16_t));
       }
       from = last_q[0], scales = last_scale[0], step = kBytes, scale_step = kGroups;
     }
-    V::Words word[Nr];
-    V part[Mr][Nr];
-    for (int j = 0; j < Nr; ++j) word[j] = V::Words::load(from + j * step);
-    add_nibbles<0>(part, word, x, first * kGroup);
-    for (int j = 0; j < Nr; ++j) {
-      const V s = V::scales(scales + j * scale_step);
-      for (int i = 0; i < Mr; ++i) acc[i][j] = fma(part[i][j], s, acc[i][j]);
+    for (int at = 0; at < Streams; at += Nr, from += Nr * step, scales += Nr * scale_step) {
+      V::Words word[Nr];
+      V part[Mr][Nr];
+      for (int j = 0; j < Nr; ++j) word[j] = V::Words::load(from + j * step);
+      add_nibbles<0>(part, word, x, first * kGroup);
+      for (int j = 0; j < Nr; ++j) {
+        const V s = V::scales(scales + j * scale_step);
+        for (int i = 0; i < Mr; ++i) acc[i][at + j] = fma(part[i][j], s, acc[i][at + j]);
+      }
     }
   }
-  float sums[Mr][Nr];
+  float sums[Mr][Streams];
   tree_sums(acc, sums);
   for (int i = 0; i < Mr; ++i) {
-    for (int j = 0; j < Nr; ++j) y[i * ldy + j] = sums[i][j];
+    for (int j = 0; j < Streams; ++j) y[i * ldy + j] = sums[i][j];
   }
 }
 
-// kNrInt4One outputs, so many that they are fetched once for all rows: one row leaves registers for all of them at a time.
+// kStreamsInt4 outputs are fetched once for all rows; tiles of more rows take fewer of them at a time.
 void gemm_int4(const float* const* x, int m, const uint8_t* q, const uint16_t* scale, int n, int groups, float* y, int ldy) {
   const int64_t row_bytes = static_cast<int64_t>(groups) * kGroupBytes;
   const auto q_of = [&](int j) { return q + j * row_bytes; };
   const auto scale_of = [&](int j) { return scale + static_cast<int64_t>(j) * groups; };
   int j = 0;
-  for (; j + kNrInt4One <= n; j += kNrInt4One) {
+  for (; j + kStreamsInt4 <= n; j += kStreamsInt4) {
     int i = 0;
     for (; i + kMrInt4 <= m; i += kMrInt4) {
-      for (int part = j; part < j + kNrInt4One; part += kNrInt4) {
-        tile_int4<kMrInt4, kNrInt4>(x + i, q_of(part), scale_of(part), groups, y + i * ldy + part, ldy);
+      for (int part = j; part < j + kStreamsInt4; part += kNrInt4) {
+        tile_int4<kMrInt4, kNrInt4, kNrInt4>(x + i, q_of(part), scale_of(part), groups, y + i * ldy + part, ldy);
       }
     }
     if constexpr (kMrInt4 > 2) {
-      for (; i + 2 <= m; i += 2) tile_int4<2, kNrInt4One>(x + i, q_of(j), scale_of(j), groups, y + i * ldy + j, ldy);
+      for (; i + 2 <= m; i += 2) {
+        for (int part = j; part < j + kStreamsInt4; part += kNrInt4One) {
+          tile_int4<2, kNrInt4One, kNrInt4One>(x + i, q_of(part), scale_of(part), groups, y + i * ldy + part, ldy);
+        }
+      }
     }
-    for (; i < m; ++i) tile_int4<1, kNrInt4One>(x + i, q_of(j), scale_of(j), groups, y + i * ldy + j, ldy);
+    for (; i < m; ++i) tile_int4<1, kNrInt4One, kStreamsInt4>(x + i, q_of(j), scale_of(j), groups, y + i * ldy + j, ldy);
   }
   for (; j < n; ++j) {
-    for (int i = 0; i < m; ++i) tile_int4<1, 1>(x + i, q_of(j), scale_of(j), groups, y + i * ldy + j, ldy);
+    for (int i = 0; i < m; ++i) tile_int4<1, 1, 1>(x + i, q_of(j), scale_of(j), groups, y + i * ldy + j, ldy);
   }
 }
 

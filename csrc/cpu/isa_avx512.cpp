@@ -25,7 +25,8 @@
 namespace kdtree::cpu::avx512 {
 namespace {
 
-constexpr int kMr = 4, kNr = 4, kMrInt4 = 4, kNrInt4 = 2, kNrInt4One = 4, kMrSum = 8;  // within 32 registers of 16 lanes
+constexpr int kMr = 4, kNr = 6, kNrFew = 8, kNrRest = 4;  // within 32 registers of 16 lanes
+constexpr int kMrInt4 = 4, kNrInt4 = 2, kNrInt4One = 4, kStreamsInt4 = 16, kMrSum = 8;
 
 struct V {
   __m512 v;
@@ -57,7 +58,11 @@ struct V::Words {
   template <int S>
   KDTREE_INLINE V at() const {  // nibble S of each, less 8
     const __m512 values = _mm512_setr_ps(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7);
-    return {_mm512_permutexvar_ps(S == 0 ? w : _mm512_srli_epi32(w, 4 * S), values)};  // reads the low four bits of each lane
+    const __m512i low = S % 4 == 0 ? w : _mm512_srli_epi32(w, S % 4 * 4);  // nibble S % 4, and S % 4 + 4 in the upper half
+    if (S < 4) return {_mm512_permutexvar_ps(low, values)};                // reads the low four bits of each lane
+    // A small integer's f32 is zero but for its upper half. Reads the low five bits of each half: the fifth chooses between equals.
+    const __m256i halves = _mm512_cvtepi32_epi16(_mm512_srli_epi32(_mm512_castps_si512(values), 16));
+    return {_mm512_castsi512_ps(_mm512_maskz_permutexvar_epi16(0xAAAAAAAAu, low, _mm512_broadcast_i64x4(halves)))};
   }
 };
 inline KDTREE_INLINE V add(V a, V b) { return {_mm512_add_ps(a.v, b.v)}; }

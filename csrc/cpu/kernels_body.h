@@ -10,13 +10,14 @@ inline __attribute__((always_inline)) void tile_plain(const T* const* x, const T
     for (int j = 0; j < Nr; ++j) acc[i][j] = V::zero();
   }
   int p = 0;
-  constexpr int kFar = kAhead / static_cast<int>(sizeof(T));
+  constexpr int kFar = kAhead / static_cast<int>(sizeof(T)), kSoon = kAheadSoon / static_cast<int>(sizeof(T));
   const int64_t after = static_cast<int64_t>(Nr - 1) * k;  // past a row's end the next tile's is asked for, if it follows in memory
   for (; p + 16 <= k; p += 16) {
     V b[Nr];
     for (int j = 0; j < Nr; ++j) {
       b[j] = V::load(w[j] + p);
       prefetch(w[j] + p + kFar + (p + kFar < k ? 0 : after));
+      if (Mr == kMr && Nr > kNrRest) prefetch_soon(w[j] + p + kSoon + (p + kSoon < k ? 0 : after));
     }
     for (int i = 0; i < Mr; ++i) {
       const V a = V::load(x[i] + p);
@@ -41,17 +42,26 @@ inline __attribute__((always_inline)) void tile_plain(const T* const* x, const T
 template <int Nr, class T>
 inline __attribute__((always_inline)) void strip_plain(const T* const* x, int m, const T* const* w, int k, float* y, int ldy) {
   int i = 0;
-  for (; i + kMr <= m; i += kMr) tile_plain<kMr, Nr>(x + i, w, k, y + i * ldy, ldy);
+  if constexpr (Nr <= kNr) {  // more outputs leave no registers for kMr rows
+    for (; i + kMr <= m; i += kMr) tile_plain<kMr, Nr>(x + i, w, k, y + i * ldy, ldy);
+  }
   for (; kMr > 2 && i + 2 <= m; i += 2) tile_plain<2, Nr>(x + i, w, k, y + i * ldy, ldy);
   for (; i < m; ++i) tile_plain<1, Nr>(x + i, w, k, y + i * ldy, ldy);
 }
 
-// T float or uint16_t (bf16).
+// T float or uint16_t (bf16). Outputs at a time: each is a stream of weights, and memory serves several faster than one.
 template <class T>
 void gemm_plain(const T* const* x, int m, const T* const* w, int n, int k, float* y, int ldy) {
   int j = 0;
-  for (; j + kNr <= n; j += kNr) strip_plain<kNr>(x, m, w + j, k, y + j, ldy);
-  for (; j < n; ++j) strip_plain<1>(x, m, w + j, k, y + j, ldy);
+  if (m < kMr) {
+    for (; j + kNrFew <= n; j += kNrFew) strip_plain<kNrFew>(x, m, w + j, k, y + j, ldy);
+  } else if (sizeof(T) == sizeof(float)) {
+    for (; j + kNr <= n; j += kNr) strip_plain<kNr>(x, m, w + j, k, y + j, ldy);
+  }
+  for (; j + kNrRest <= n; j += kNrRest) strip_plain<kNrRest>(x, m, w + j, k, y + j, ldy);
+  for (; j < n; ++j) {
+    for (int i = 0; i < m; ++i) tile_plain<1, 1>(x + i, w + j, k, y + i * ldy + j, ldy);
+  }
 }
 
 template <int Mr, class T>

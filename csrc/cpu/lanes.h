@@ -5,8 +5,11 @@ inline float value_of(float x) { return x; }
 inline float value_of(uint16_t bits) { return bf16_value(bits); }
 
 // Into the second cache: the first would drop what is asked for this early, and a page's first line may take a walk of its own.
-constexpr int kAhead = 4096;  // bytes
+constexpr int kAhead = 4096, kAheadInt4 = 1024;  // bytes
 inline KDTREE_INLINE void prefetch(const void* p) { __builtin_prefetch(p, 0, 2); }
+// Into the first: many multiply-adds that wait for their operands leave no room for the loads behind them.
+constexpr int kAheadSoon = 256;
+inline KDTREE_INLINE void prefetch_soon(const void* p) { __builtin_prefetch(p, 0, 3); }
 
 #ifndef KDTREE_OWN_TAILS
 inline V load_tail(const float* p, int lanes) {
