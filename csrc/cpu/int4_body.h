@@ -15,6 +15,34 @@ inline KDTREE_INLINE void add_nibbles(V (&part)[Mr][Nr], const V::Words (&word)[
   if constexpr (S < 7) add_nibbles<S + 1>(part, word, x, at);
 }
 
+// Asks for memory while unit `first` of a tile is used up. Many outputs: each row's own, into the second cache and again into the
+// first. Few: the tile that follows in memory, line by line, for one row of a whole short tile into the first cache.
+template <int Mr, int Nr, int Streams>
+inline KDTREE_INLINE void fetch_int4(const uint8_t* q, const uint16_t* scale, int groups, int first) {
+  constexpr int kGroups = kUnit / kGroup, kBytes = kGroups * kGroupBytes;
+  const int64_t step = static_cast<int64_t>(groups) * kGroupBytes, used = static_cast<int64_t>(first) * Streams;
+  if constexpr (Streams > Nr) {
+    const auto from = [&](int ahead) KDTREE_INLINE {
+      const int64_t at = static_cast<int64_t>(first) * kGroupBytes + ahead;
+      return q + at + (at < step ? 0 : (Streams - 1) * step);
+    };
+    for (int j = 0; j < Streams; ++j) {
+      prefetch(from(kAheadInt4) + j * step);
+      prefetch_soon(from(kAheadSoon) + j * step);
+    }
+  } else {
+    const uint8_t* next = q + Streams * step + used * kGroupBytes;
+    for (int j = 0; j < Streams; ++j) {
+      if (Mr == 1) {
+        prefetch_soon(next + j * kBytes);
+      } else {
+        prefetch(next + j * kBytes + kAhead);
+      }
+    }
+  }
+  for (int64_t at = used; at < used + Streams * kGroups; at += 32) prefetch(scale + Streams * groups + at + kAhead / kGroupBytes);
+}
+
 // Mr rows by Streams outputs, Nr of them at a time: so many streams of weights, each read on a little at a time, are what keeps
 // memory at work, and registers hold no more than Nr outputs' nibbles.
 template <int Mr, int Nr, int Streams>
@@ -30,10 +58,7 @@ inline KDTREE_INLINE void tile_int4(const float* const* x, const uint8_t* q, con
     const uint8_t* from = q + static_cast<int64_t>(first) * kGroupBytes;
     const uint16_t* scales = scale + first;
     int64_t step = static_cast<int64_t>(groups) * kGroupBytes, scale_step = groups;
-    // The tile that follows in memory is asked for line by line, as this one is used up.
-    const int64_t used = static_cast<int64_t>(first) * Streams;
-    for (int j = 0; j < Streams; ++j) prefetch(q + Streams * step + used * kGroupBytes + j * kBytes + kAheadInt4);
-    for (int64_t at = used; at < used + Streams * kGroups; at += 32) prefetch(scale + Streams * scale_step + at + kAheadInt4 / kGroupBytes);
+    fetch_int4<Mr, Nr, Streams>(q, scale, groups, first);
     if (const int some = groups - first; some < kGroups) {  // a unit that is not full ends with scales of zero
       std::memset(last_q, 0, sizeof last_q);
       std::memset(last_scale, 0, sizeof last_scale);
@@ -81,7 +106,15 @@ void gemm_int4(const float* const* x, int m, const uint8_t* q, const uint16_t* s
         }
       }
     }
-    for (; i < m; ++i) tile_int4<1, kNrInt4One, kStreamsInt4>(x + i, q_of(j), scale_of(j), groups, y + i * ldy + j, ldy);
+    for (; i < m; ++i) {
+      if (row_bytes > kShortRow) {
+        tile_int4<1, kNrInt4One, kStreamsInt4>(x + i, q_of(j), scale_of(j), groups, y + i * ldy + j, ldy);
+        continue;
+      }
+      for (int part = j; part < j + kStreamsInt4; part += kNrInt4One) {
+        tile_int4<1, kNrInt4One, kNrInt4One>(x + i, q_of(part), scale_of(part), groups, y + i * ldy + part, ldy);
+      }
+    }
   }
   for (; j < n; ++j) {
     for (int i = 0; i < m; ++i) tile_int4<1, 1, 1>(x + i, q_of(j), scale_of(j), groups, y + i * ldy + j, ldy);

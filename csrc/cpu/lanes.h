@@ -9,6 +9,7 @@ constexpr int kAhead = 4096, kAheadInt4 = 1024;  // bytes
 inline KDTREE_INLINE void prefetch(const void* p) { __builtin_prefetch(p, 0, 2); }
 // Into the first: many multiply-adds that wait for their operands leave no room for the loads behind them.
 constexpr int kAheadSoon = 256;
+constexpr int kShortRow = 1024;  // bytes of INT4: few of them are no more than the first cache has room for beside what is in use
 inline KDTREE_INLINE void prefetch_soon(const void* p) { __builtin_prefetch(p, 0, 3); }
 
 #ifndef KDTREE_OWN_TAILS
