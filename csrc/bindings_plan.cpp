@@ -5,17 +5,21 @@
 namespace kdtree {
 namespace {
 
-// product: linear, gate_up or down. The variant as `mt nt cl warps depth resident held shared`, shared in bytes a block; or `generic`.
+// product: linear, gate_up, down, or wide for linear without a norm where warpgroup products are known. The variant as `mt nt cl warps
+// depth resident held shared`, shared in bytes a block; or `wide shared`; or `generic`.
 std::string product_plan(std::string product, bool int4, int64_t k, int64_t rows, bool paired, bool clusters, int64_t shared) {
-  const stream::Device device{clusters, 132, static_cast<size_t>(shared)};
+  const bool wide = product == "wide";
+  if (wide) product = "linear";
+  const stream::Device device{clusters, 132, static_cast<size_t>(shared), wide};
   const WeightKind kind = int4 ? WeightKind::kInt4 : WeightKind::kBf16;
   const int in = static_cast<int>(k), m = static_cast<int>(rows);
   const stream::Variant* chosen = nullptr;
   size_t bytes = 0;
   if (!stream::serves(device, in)) return "generic";
+  if (stream::serves_wide(device, kind, in, m, false)) return "wide " + std::to_string(stream::wide_shared(kind, in));
   if (product == "linear") {
     const int at = stream::choose_linear(device, kind, in, m, paired);
-    if (at >= 0) chosen = int4 ? &stream::kLinearInt4[at] : &stream::kLinearBf16[at], bytes = stream::linear_shared(*chosen, kind, in);
+    if (at >= 0) chosen = int4 ? &stream::kLinearInt4[at] : &stream::kLinearBf16[at], bytes = stream::linear_shared(*chosen, kind, in, m);
   } else {
     const bool down = product == "down";
     need(down || product == "gate_up", "product", "is not linear, gate_up or down");

@@ -16,6 +16,7 @@ struct Device {
   bool clusters = false;    // blocks can share their memory: Hopper and newer, and code compiled for it
   int multiprocessors = 0;
   size_t shared = 0;        // bytes a block may have
+  bool wgmma = false;       // warpgroup products: Hopper, and code compiled for it alone
 };
 
 // The shape of a kernel: tiles of 16 weight rows a warp, tiles of 8 activation rows, blocks a cluster, warps a block, units a warp's ring
@@ -71,13 +72,16 @@ constexpr int staged_length(int k, int cl, int granule) {
 // Bytes between two staged activation rows of k elements: an odd number of 64-byte lines, so that two rows lie in all banks.
 constexpr int staged_stride(int k) { return k * 2 + (k / 32 % 2 == 0 ? 64 : 0); }
 
+constexpr size_t kZeros = 256;  // a unit's bytes of activations for columns that have no row
+
 constexpr size_t ring_bytes(const Variant& v) { return static_cast<size_t>(v.warps) * v.depth * v.mt * kRingBytes; }
 // Whether the segments' sums take the ring's place: for many rows there is no room for both beside the activations.
 constexpr bool sums_in_ring(int nt) { return nt >= 8; }
-constexpr size_t linear_shared(const Variant& v, WeightKind kind, int k) {
+constexpr size_t linear_shared(const Variant& v, WeightKind kind, int k, int rows) {
+  const int columns = v.nt == 1 && rows < kColumns ? rows : v.nt * kColumns;
   const size_t ring = ring_bytes(v), sums = static_cast<size_t>(kSegments / v.cl) * rows_of(v) * v.nt * kColumns * 4;
-  return (sums_in_ring(v.nt) ? (ring > sums ? ring : sums) : ring + sums) +
-         static_cast<size_t>(v.nt) * kColumns * staged_stride(staged_length(k, v.cl, unit_of(kind)));
+  return (sums_in_ring(v.nt) ? (ring > sums ? ring : sums) : ring + sums) + kZeros +
+         static_cast<size_t>(columns) * staged_stride(staged_length(k, v.cl, unit_of(kind)));
 }
 // A slot of moe's ring: the tiles' units and, for down, those of eight activation rows.
 constexpr int moe_slot_bytes(int mt, bool down) { return mt * kRingBytes + (down ? kColumns * 256 : 0); }
@@ -86,9 +90,26 @@ constexpr size_t moe_shared(const Variant& v, int k, bool down) {
          (down ? 0 : static_cast<size_t>(v.held) * kColumns * staged_stride(staged_length(k, v.cl, kMoeGranule)));
 }
 
+// linear for 17 to 64 rows by warpgroup products: two tiles of weight rows a warp, a segment of K a block (linear_wide.cu).
+constexpr int kWideRows = 64, kWideLeast = 17, kWideTiles = 2, kWideWarps = 8, kWideDepth = 5;
+constexpr size_t wide_shared(WeightKind kind, int k) {
+  return static_cast<size_t>(kWideWarps) * kWideDepth * kWideTiles * kRingBytes +
+         static_cast<size_t>(staged_length(k, kSegments, unit_of(kind))) * kWideRows * 2;
+}
+// Blocks of weight rows at a time, each by kSegments resident blocks that wait for each other.
+constexpr int wide_groups(const Device& device) { return device.multiprocessors / kSegments; }
+// Bytes in which they exchange sums: of two rounds, since a block may be a round ahead of those that still read.
+constexpr size_t wide_exchange(const Device& device) {
+  return static_cast<size_t>(2 * wide_groups(device) * kSegments * kWideWarps * kWideTiles * kTileRows) * kWideRows * 4;
+}
+// Whether it serves: its bits are the other variants', so rows may have a say.
+constexpr bool serves_wide(const Device& device, WeightKind kind, int k, int rows, bool normed) {
+  return device.wgmma && wide_groups(device) > 0 && rows >= kWideLeast && !normed && wide_shared(kind, k) + kStatic <= device.shared;
+}
+
 // In the order in which they are preferred, the widest number of rows last but for one that fits small shared memories; measured in docs/kernels.md.
-constexpr Variant kLinearInt4[] = {
-    {2, 1, 2, 8, 4, 2, 1}, {1, 2, 8, 8, 7, 2, 2}, {2, 4, 8, 8, 5, 1, 4}, {2, 8, 8, 8, 4, 1, 8}, {1, 1, 8, 4, 4, 2, 1}};
+constexpr Variant kLinearInt4[] = {{2, 1, 1, 8, 4, 2, 1}, {1, 1, 1, 16, 4, 1, 1}, {2, 2, 1, 16, 3, 1, 2}, {2, 2, 2, 8, 4, 1, 2},
+                                   {1, 2, 8, 8, 7, 2, 2}, {2, 4, 8, 8, 5, 1, 4},  {2, 8, 8, 8, 4, 1, 8},  {1, 1, 8, 4, 4, 2, 1}};
 constexpr Variant kLinearBf16[] = {{1, 1, 1, 8, 8, 2, 1}, {1, 1, 8, 8, 8, 2, 1}, {2, 2, 8, 8, 6, 2, 2},
                                    {2, 4, 8, 8, 5, 1, 4}, {2, 8, 8, 8, 4, 1, 8}, {1, 1, 8, 4, 4, 2, 1}};
 constexpr Variant kGateUp[] = {{2, 1, 8, 8, 4, 2, 1}, {1, 2, 8, 16, 6, 1, 2}, {1, 2, 8, 16, 5, 1, 8}, {1, 1, 8, 8, 4, 1, 1}};
@@ -101,6 +122,11 @@ constexpr bool serves_moe(const Device& device, int k, int shared_k, int top_k, 
   return serves(device, k) && shared_k % 8 == 0 && top_k <= kMostTopK && experts <= kMostExperts;
 }
 
+// Whether as many blocks as the registers leave room for find shared memory on a multiprocessor: with up to 1 KB of their own and 1 KB
+// that the multiprocessor keeps of each.
+constexpr bool fits_resident(const Device& device, const Variant& v, size_t bytes) {
+  return (bytes + 2048) * static_cast<size_t>(v.resident) <= device.shared + 1024;
+}
 // The first variant that takes all rows at once; if none fits the device, one for half as many, and so on; -1 if none does.
 template <int COUNT, typename Bytes>
 constexpr int choose(const Variant (&table)[COUNT], const Device& device, int rows, bool paired, const Bytes& bytes) {
@@ -114,7 +140,11 @@ constexpr int choose(const Variant (&table)[COUNT], const Device& device, int ro
   return -1;
 }
 constexpr int choose_linear(const Device& device, WeightKind kind, int k, int rows, bool paired) {
-  const auto bytes = [=](const Variant& v) { return v.cl == 1 && k >= kShort ? SIZE_MAX / 2 : linear_shared(v, kind, k); };
+  const auto bytes = [=](const Variant& v) {
+    const size_t needed = linear_shared(v, kind, k, rows);
+    const bool alone = v.cl == 1 && (kind == WeightKind::kInt4 ? !fits_resident(device, v, needed) : k >= kShort);
+    return alone ? SIZE_MAX / 2 : needed;
+  };
   return kind == WeightKind::kInt4 ? choose(kLinearInt4, device, rows, paired, bytes) : choose(kLinearBf16, device, rows, paired, bytes);
 }
 constexpr int choose_gate_up(const Device& device, int k, int rows) {

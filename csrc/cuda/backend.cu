@@ -83,11 +83,18 @@ CudaBackend::CudaBackend(int device, bool poison) : device_(device), poison_(poi
   device_shape_ = {tensor_ && major >= 9 && image.ptxVersion >= 90, multiprocessors, shared_limit_};
   wgmma_ = tensor_ && major == 9 && finds_wgmma();
   ahead_ = mib_ahead() << 20;
+  device_shape_.wgmma = wgmma_;
   KD_CUDA(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking));
   KD_CUDA(cudaStreamCreateWithFlags(&beside_, cudaStreamNonBlocking));
   KD_CUDA(cudaEventCreateWithFlags(&forked_, cudaEventDisableTiming));
   KD_CUDA(cudaEventCreateWithFlags(&joined_, cudaEventDisableTiming));
   KD_CUDA(cudaMallocHost(reinterpret_cast<void**>(&staging_), kStaging));
+  if (wgmma_) {
+    const size_t counters = sizeof(unsigned) * static_cast<size_t>(stream::wide_groups(device_shape_) * stream::kWideWarps);
+    KD_CUDA(cudaMalloc(&exchange_, stream::wide_exchange(device_shape_)));
+    KD_CUDA(cudaMalloc(reinterpret_cast<void**>(&arrivals_), counters));
+    KD_CUDA(cudaMemsetAsync(arrivals_, 0, counters, stream_));
+  }
 }
 
 CudaBackend::~CudaBackend() {
@@ -100,6 +107,8 @@ CudaBackend::~CudaBackend() {
   cudaEventDestroy(forked_);
   cudaEventDestroy(joined_);
   cudaStreamDestroy(beside_);
+  cudaFree(exchange_);
+  cudaFree(arrivals_);
   cudaStreamDestroy(stream_);
 }
 

@@ -132,6 +132,7 @@ class CudaBackend final : public Backend {
 
   // The products of bf16 activations on tensor cores (stream_plan.h says for which); false: the generic kernel must.
   bool linear_stream(const LinearArgs& a);
+  void linear_wide(const LinearArgs& a);  // where stream::serves_wide
   bool gate_up_stream(const MoeArgs& a);
   bool down_stream(const MoeArgs& a);
 
@@ -173,6 +174,8 @@ class CudaBackend final : public Backend {
   std::map<char*, Allocation> allocations_;
   MemoryInfo memory_{0, 0};
   char* staging_ = nullptr;  // pinned, for small downloads
+  void* exchange_ = nullptr;      // where wgmma_: stream::wide_exchange bytes, for linear_wide
+  unsigned* arrivals_ = nullptr;  // and a counter for each of its groups' warps
 
   bool graphs_on_ = true;
   bool capturing_ = false;

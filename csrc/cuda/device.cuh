@@ -60,6 +60,13 @@ __device__ __forceinline__ float warp_max(float v) {
 // Rows of a step that count. A captured step replayed with more rows than it was captured for must not write past its buffers.
 __device__ __forceinline__ int active_rows(const int32_t* n_rows, int max_rows) { return min(*n_rows, max_rows); }
 
+// Starts a load that nothing waits for before its value is used; the compiler would do what it can with the value at once.
+__device__ __forceinline__ int load_early(const int32_t* p) {
+  int v;
+  asm volatile("ld.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+  return v;
+}
+
 __device__ __forceinline__ float silu(float z) { return __fdiv_rn(z, __fadd_rn(1.0f, expf(-z))); }
 
 __device__ __forceinline__ float bf16_to_float(uint16_t bits) { return __uint_as_float(static_cast<uint32_t>(bits) << 16); }

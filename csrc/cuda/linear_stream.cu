@@ -11,6 +11,7 @@ namespace kdtree {
 namespace {
 
 using namespace cuda;
+using stream::kZeros;
 
 struct Params {
   const void* x;  // f32 with a norm, else bf16
@@ -42,6 +43,7 @@ struct Shape {
   static constexpr int PARTIAL = SPC * ROWS * COLUMNS * 4;
   // The segments' sums take the ring's place: copies then stop at the end of a block of rows.
   static constexpr bool IN_RING = stream::sums_in_ring(NT);
+  static constexpr bool ABSENT = NT == 1;  // columns may have no row
   static_assert(WARPS % SPC == 0 && ROWS / 2 % CL == 0, "warps and rows divide evenly");
 };
 
@@ -53,7 +55,7 @@ __global__ __launch_bounds__(S::WARPS * kWarp, KD_RESIDENT(S::RESIDENT)) void st
   __shared__ float squares[S::COLUMNS * SPC], inverse[S::COLUMNS];
   constexpr bool IN_RING = S::IN_RING;
   uint8_t* const partial = IN_RING ? smem : smem + S::RING;
-  uint8_t* const staged = IN_RING ? smem + (S::RING > S::PARTIAL ? S::RING : S::PARTIAL) : partial + S::PARTIAL;
+  uint8_t* const staged = (IN_RING ? smem + (S::RING > S::PARTIAL ? S::RING : S::PARTIAL) : partial + S::PARTIAL) + kZeros;
 
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp, local = warp / TW, column = warp % TW;
   const int rank = cluster_rank<CL>(), cluster = blockIdx.x / CL, clusters = gridDim.x / CL;
@@ -67,67 +69,69 @@ __global__ __launch_bounds__(S::WARPS * kWarp, KD_RESIDENT(S::RESIDENT)) void st
   const uint32_t ring = shared_address(smem) + warp * (DEPTH * S::SLOT);
   const uint32_t mine = piece_offset(lane / 4, lane % 4);
 
-  // The copying side runs DEPTH - 1 units ahead, unless IN_RING from one block of rows into the next.
+  // The copying side runs DEPTH - 1 units ahead, unless IN_RING from one block of rows into the next. Tiles past the last one copy the
+  // first one's weights, whose products nobody writes.
   TileSource from[MT];
-  bool live[MT];
   int copy_block = cluster, copy_left = 0;
-  uint32_t copy_slot = ring;
   const auto open = [&]() {
     if (copy_block < p.blocks) {
 #pragma unroll
       for (int mt = 0; mt < MT; ++mt) {
         const int row = (mt * TW + column) * kTileRows;
         int part = paired && row >= outputs, tile = (copy_block * outputs + row - part * outputs) / kTileRows;
-        live[mt] = tile < tiles;
+        if (tile >= tiles) tile = 0;
         if (!paired && tile >= tiles0) part = 1, tile -= tiles0;
-        if (live[mt]) from[mt] = tile_source<KIND>(p.data[part], p.scale[part], 0, tile, p.n[part], p.k, unit * UNIT, lane);
+        from[mt] = tile_source<KIND>(p.data[part], p.scale[part], 0, tile, p.n[part], p.k, unit * UNIT, lane);
       }
       copy_left = steps, copy_block += clusters;
     }
   };
-  const auto fetch = [&]() {
+  const auto fetch = [&](uint32_t to) {
     if (!IN_RING && copy_left == 0 && steps > 0) open();
     if (copy_left > 0) {
 #pragma unroll
-      for (int mt = 0; mt < MT; ++mt) {
-        if (live[mt]) copy_unit<KIND>(copy_slot + mt * kRingBytes, from[mt], mine, lane, whole);
-      }
+      for (int mt = 0; mt < MT; ++mt) copy_unit<KIND>(to + mt * kRingBytes, from[mt], mine, lane, whole);
       --copy_left;
     }
     copy_commit();
-    copy_slot = copy_slot + S::SLOT == ring + DEPTH * S::SLOT ? ring : copy_slot + S::SLOT;
   };
   const auto start = [&]() {
-    if (IN_RING) open(), copy_slot = ring;
+    if (IN_RING) open();
 #pragma unroll 1
-    for (int i = 0; i < DEPTH - 1; ++i) fetch();
+    for (int i = 0; i < DEPTH - 1; ++i) fetch(ring + i * S::SLOT);
   };
   start();
 
   wait_for_previous();
   // Rows that do not count are staged and multiplied like the others, which need not wait for the count to arrive; they are not written.
   const int m0 = blockIdx.y * S::COLUMNS, staged_rows = min(p.max_rows - m0, S::COLUMNS);
-  const int rows = min(active_rows(p.n_rows, p.max_rows) - m0, S::COLUMNS);
-  if (m0 > 0 && rows <= 0) {  // the whole cluster alike
+  if (m0 > 0 && active_rows(p.n_rows, p.max_rows) <= m0) {  // the whole cluster alike
     copy_wait<0>();
     return;
   }
+  int counted = load_early(p.n_rows);
+  // Columns without a row stage nothing; their lanes read zeros, again and again.
+  const int columns = S::ABSENT ? staged_rows : S::COLUMNS;
   const int k_first = first_unit * UNIT, length = segment_begin((rank + 1) * SPC, units) * UNIT - k_first;
   const size_t skipped = static_cast<size_t>(m0) * p.ldx;
   if (p.norm_w != nullptr) {
     const float* x = static_cast<const float*>(p.x) + skipped;
     square_rows<SPC>(squares, x, p.ldx, staged_rows, p.k, UNIT, rank);
     inverse_rows<CL, SPC>(inverse, squares, staged_rows, p.k, p.eps);
-    stage_normed_rows(staged, p.stride, x, p.ldx, staged_rows, S::COLUMNS, p.k, k_first, length, p.norm_w, inverse);
+    stage_normed_rows(staged, p.stride, x, p.ldx, staged_rows, columns, p.k, k_first, length, p.norm_w, inverse);
   } else {
     const uint16_t* x = static_cast<const uint16_t*>(p.x) + skipped;
-    stage_rows(staged, p.stride, x, p.ldx, staged_rows, S::COLUMNS, p.k, k_first, length);
+    stage_rows(staged, p.stride, x, p.ldx, staged_rows, columns, p.k, k_first, length);
   }
+  if (S::ABSENT && threadIdx.x < kZeros / 16) reinterpret_cast<uint4*>(staged - kZeros)[threadIdx.x] = make_uint4(0, 0, 0, 0);
   __syncthreads();
 
   const LaneOffsets at(lane);
-  const uint32_t b_row = shared_address(staged) + (lane / 4) * p.stride + (unit - first_unit) * (UNIT * 2) + lane % 4 * 16;
-  uint32_t slot = ring;
+  const bool absent = S::ABSENT && lane / 4 >= columns;
+  const uint32_t b_row = shared_address(staged) + lane % 4 * 16 +
+                         (absent ? 0 - static_cast<uint32_t>(kZeros) : lane / 4 * p.stride + (unit - first_unit) * (UNIT * 2));
+  const uint32_t b_unit = absent ? 0 : UNIT * 2;
+  uint32_t slot = ring, behind = ring + (DEPTH - 1) * S::SLOT;
   bool first_block = true;
   for (int block = cluster; block < p.blocks; block += clusters) {
     float acc[MT][NT][4];
@@ -139,10 +143,11 @@ __global__ __launch_bounds__(S::WARPS * kWarp, KD_RESIDENT(S::RESIDENT)) void st
     for (int step = 0; step < steps; ++step) {
       copy_wait<DEPTH - 2>();
       __syncwarp();
-      fetch();  // into the slot that was read a step ago
-      multiply_unit<KIND, MT, NT, 4>(acc, slot, at,
+      fetch(behind);  // the slot that was read a step ago
+      behind = slot;
+      multiply_unit<KIND, MT, NT, (WARPS > 8 ? 2 : 4)>(acc, slot, at,
                                   [&](int nt, int part) { return load_shared16(b_at + nt * kColumns * p.stride + part * 64); });
-      b_at += UNIT * 2;
+      b_at += b_unit;
       slot = slot + S::SLOT == ring + DEPTH * S::SLOT ? ring : slot + S::SLOT;
     }
 
@@ -166,7 +171,8 @@ __global__ __launch_bounds__(S::WARPS * kWarp, KD_RESIDENT(S::RESIDENT)) void st
     }
     cluster_arrive<CL>();
     cluster_wait<CL>();
-    const int share = outputs / CL, quads = (rows + 3) / 4;
+    asm volatile("" : "+r"(counted));  // whose load nothing before this waits for
+    const int rows = min(min(counted, p.max_rows) - m0, S::COLUMNS), share = outputs / CL, quads = (rows + 3) / 4;
     for (int i = threadIdx.x; i < share * quads; i += WARPS * kWarp) {
       const int row = rank * share + i % share, quad = i / share;
       const auto total = [&](int r) {
@@ -210,7 +216,7 @@ __global__ __launch_bounds__(S::WARPS * kWarp, KD_RESIDENT(S::RESIDENT)) void st
     cluster_arrive<CL>();
     if (IN_RING) {
       cluster_wait<CL>();
-      slot = ring;
+      slot = ring, behind = ring + (DEPTH - 1) * S::SLOT;
       start();
     }
   }
@@ -253,19 +259,24 @@ bool CudaBackend::linear_stream(const LinearArgs& a) {
     if (i == 0 || !paired) tiles += (p.n[i] + kTileRows - 1) / kTileRows;
   }
   if (!ready) return false;
+  ++(*counting_)[int4 ? "linear_int4_bf16_stream" : "linear_bf16_stream"];
+  if (stream::serves_wide(device_shape_, a.w[0].kind, k, a.max_rows, a.norm_w != nullptr)) {
+    linear_wide(a);
+    return true;
+  }
   const stream::Variant& v = int4 ? stream::kLinearInt4[variant] : stream::kLinearBf16[variant];
   const Kernel kernel = int4 ? kernel_of<WeightKind::kInt4, stream::kLinearInt4>(variant)
                              : kernel_of<WeightKind::kBf16, stream::kLinearBf16>(variant);
   const char* const name = int4 ? "linear_int4_bf16" : "linear_bf16";
-  const size_t shared = stream::linear_shared(v, a.w[0].kind, k);
+  const size_t shared = stream::linear_shared(v, a.w[0].kind, k, a.max_rows);
   const int outputs = stream::rows_of(v) / kTileRows / (paired ? 2 : 1);
   p.blocks = (tiles + outputs - 1) / outputs;
   p.stride = stream::staged_stride(stream::staged_length(k, v.cl, stream::unit_of(a.w[0].kind)));
   const int resident = resident_clusters(reinterpret_cast<const void*>(kernel), name, v.cl, v.warps * kWarp, shared);
   const int columns = v.nt * kColumns;
-  const dim3 grid(static_cast<unsigned>(std::min(p.blocks, resident) * v.cl), static_cast<unsigned>((a.max_rows + columns - 1) / columns));
+  const int rounds = (p.blocks + resident - 1) / resident, clusters = (p.blocks + rounds - 1) / rounds;
+  const dim3 grid(static_cast<unsigned>(clusters * v.cl), static_cast<unsigned>((a.max_rows + columns - 1) / columns));
   launch_clusters(name, kernel, v.cl, grid, v.warps * kWarp, shared, p);
-  ++(*counting_)[int4 ? "linear_int4_bf16_stream" : "linear_bf16_stream"];
   return true;
 }
 

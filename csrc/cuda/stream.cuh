@@ -211,29 +211,33 @@ __device__ __forceinline__ uint32_t piece_offset(int row, int piece) {
   return static_cast<uint32_t>((row >> 1) * 128 + (row & 1) * 64 + ((piece ^ (row >> 1)) & 3) * 16);
 }
 
-// A lane's part in copying units into a ring slot. whole: a row's scales are a multiple of four, so that four of them are eight aligned bytes.
+// A lane's part in copying units into a ring slot. whole: a row's int4 groups are a multiple of four, so that four scales are eight aligned
+// bytes and no unit reaches beyond the row.
 template <WeightKind KIND>
 __device__ __forceinline__ void copy_unit(uint32_t slot, TileSource& from, uint32_t offset, int lane, bool whole) {
-  const uint32_t there = from.left > 0 ? 16 : 0;
-  copy16(slot + offset, from.weights, there);
-  copy16(slot + offset + 512, from.weights + from.eight_rows, there);
   if constexpr (KIND == WeightKind::kInt4) {
+    const uint32_t to = slot + kUnitBytes + lane * 8;
+    if (whole) {
+      copy16(slot + offset, from.weights, 16);
+      copy16(slot + offset + 512, from.weights + from.eight_rows, 16);
+      if (lane < kTileRows) copy8(to, from.scales);
+      from.weights += 64, from.scales += 8;
+      return;
+    }
     if (lane < kTileRows) {
-      const uint32_t to = slot + kUnitBytes + lane * 8;
-      if (whole) {
-        copy8(to, from.scales);
-      } else {
-        uint32_t pair[2] = {0, 0};
-        const uint16_t* p = reinterpret_cast<const uint16_t*>(from.scales);
+      uint32_t pair[2] = {0, 0};
+      const uint16_t* p = reinterpret_cast<const uint16_t*>(from.scales);
 #pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          if (from.left + lane % 4 > j) pair[j / 2] |= static_cast<uint32_t>(__ldg(p + j)) << (j % 2 * 16);
-        }
-        asm volatile("st.shared.v2.u32 [%0], {%1,%2};" ::"r"(to), "r"(pair[0]), "r"(pair[1]) : "memory");
+      for (int j = 0; j < 4; ++j) {
+        if (from.left + lane % 4 > j) pair[j / 2] |= static_cast<uint32_t>(__ldg(p + j)) << (j % 2 * 16);
       }
+      asm volatile("st.shared.v2.u32 [%0], {%1,%2};" ::"r"(to), "r"(pair[0]), "r"(pair[1]) : "memory");
     }
     from.scales += 8;
   }
+  const uint32_t there = from.left > 0 ? 16 : 0;
+  copy16(slot + offset, from.weights, there);
+  copy16(slot + offset + 512, from.weights + from.eight_rows, there);
   from.weights += 64;
   from.left -= 4;
 }
@@ -255,7 +259,7 @@ struct LaneOffsets {
 template <WeightKind KIND, int MT, int NT, int MOST, int ALL, typename Activations>
 __device__ __forceinline__ void multiply_unit(float (&acc)[MT][ALL][4], uint32_t slot, const LaneOffsets& at, const Activations& b) {
   constexpr int CHAINS = NT * MT <= MOST ? NT : MOST / MT;  // tiles whose sums are formed side by side
-  constexpr int HALVES = MT * NT <= 4 ? 2 : 1;  // of a unit that the compiler may interleave: more chains need no more company
+  constexpr int HALVES = MT * NT <= MOST ? 2 : 1;  // of a unit that the compiler may interleave: more chains need no more company
   static_assert(NT % CHAINS == 0, "a whole number of batches of tiles");
   if constexpr (KIND == WeightKind::kInt4) {
     uint2 scale[MT][2];
@@ -401,35 +405,45 @@ __device__ __forceinline__ void inverse_rows(float* inverse, const float* sq, in
 template <int AHEAD, typename Piece>
 __device__ __forceinline__ void stage_pieces(uint8_t* staged, int stride, int rows, int columns, int k, int k_begin, int length,
                                              const Piece& piece) {
-  const int pieces = length / 8, count = columns * pieces;
-  for (int first = threadIdx.x; first < count; first += AHEAD * blockDim.x) {
+  const int pieces = length / 8, threads = static_cast<int>(blockDim.x), thread = static_cast<int>(threadIdx.x);
+  if (pieces == 0) return;
+  // A thread's pieces are `threads` apart: so many rows and so many pieces.
+  const int rows_on = threads / pieces, pieces_on = threads - rows_on * pieces;
+  int row = thread / pieces, at = thread - row * pieces;
+  while (row < columns) {
     uint4 v[AHEAD];
+    int to[AHEAD];
 #pragma unroll
     for (int a = 0; a < AHEAD; ++a) {
-      const int i = first + a * blockDim.x, row = i / pieces, at = k_begin + i % pieces * 8;
-      v[a] = i < count && row < rows && at < k ? piece(row, at) : make_uint4(0, 0, 0, 0);
+      const int from = k_begin + at * 8;
+      v[a] = row < rows && from < k ? piece(row, from) : make_uint4(0, 0, 0, 0);
+      to[a] = row < columns ? row * stride + at * 16 : -1;
+      row += rows_on, at += pieces_on;
+      if (at >= pieces) at -= pieces, ++row;
     }
 #pragma unroll
     for (int a = 0; a < AHEAD; ++a) {
-      const int i = first + a * blockDim.x;
-      if (i < count) *reinterpret_cast<uint4*>(staged + i / pieces * stride + i % pieces * 16) = in_order(v[a]);
+      if (to[a] >= 0) *reinterpret_cast<uint4*>(staged + to[a]) = in_order(v[a]);
     }
   }
 }
 
-// x bf16, taken as it is.
+// x bf16, taken as it is. A row begins fewer than 2^31 elements behind the first.
 __device__ __forceinline__ void stage_rows(uint8_t* staged, int stride, const uint16_t* x, int ldx, int rows, int columns, int k,
                                            int k_begin, int length) {
-  stage_pieces<8>(staged, stride, rows, columns, k, k_begin, length, [&](int row, int at) {
-    return *reinterpret_cast<const uint4*>(x + static_cast<size_t>(row) * ldx + at);
-  });
+  const auto piece = [&](int row, int at) { return *reinterpret_cast<const uint4*>(x + (row * ldx + at)); };
+  if (columns * length <= 4 * 8 * static_cast<int>(blockDim.x)) {  // one row: half of the loads would have nothing to do
+    stage_pieces<4>(staged, stride, rows, columns, k, k_begin, length, piece);
+  } else {
+    stage_pieces<8>(staged, stride, rows, columns, k, k_begin, length, piece);
+  }
 }
 
 // x f32: r(x * inverse[row] * norm_w).
 __device__ __forceinline__ void stage_normed_rows(uint8_t* staged, int stride, const float* x, int ldx, int rows, int columns, int k,
                                                   int k_begin, int length, const float* norm_w, const float* inverse) {
   stage_pieces<4>(staged, stride, rows, columns, k, k_begin, length, [&](int row, int at) {
-    const float4* p = reinterpret_cast<const float4*>(x + static_cast<size_t>(row) * ldx + at);
+    const float4* p = reinterpret_cast<const float4*>(x + (row * ldx + at));
     const float4* g = reinterpret_cast<const float4*>(norm_w + at);
     const float4 lo = p[0], hi = p[1], gl = __ldg(g), gh = __ldg(g + 1);
     const float f = inverse[row];

@@ -40,6 +40,29 @@ def test_a_variant_fits_and_does_not_depend_on_rows_for_being_one(
                 assert held * 8 >= min(rows, 64), "weights are read once for all rows"
 
 
+@pytest.mark.parametrize("int4", [False, True])
+def test_many_rows_of_few_columns_are_for_warpgroups(int4: bool) -> None:
+    """From 17 rows on where a block's segment of all 64 finds room; they are the bits of the others, so rows may choose."""
+    for k in (8, 104, 2048, 7168, 8192):
+        words = plan("wide", k, 17, int4=int4).split()
+        assert words[0] == "wide"
+        begins = library("cpu").product_segments(k, 128 if int4 else 32, 8)
+        longest = max(b - a for a, b in pairwise(begins[:9]))
+        ring = 8 * 5 * 2 * 1152
+        assert ring + 64 * 2 * longest <= int(words[1]) <= HOPPER - 10240
+        for rows in (1, 16):
+            assert plan("wide", k, rows, int4=int4) == plan("linear", k, rows, int4=int4)
+    assert plan("wide", 18432, 64, int4=int4) == plan("linear", 18432, 64, int4=int4), "no room"
+
+
+def test_two_blocks_where_registers_leave_room_for_two() -> None:
+    """A block that takes all of K shares its multiprocessor with the next launch's, or one of twice the warps takes it alone."""
+    for k, rows, resident in ((2048, 8, 2), (7168, 1, 2), (7168, 2, 2), (7168, 3, 1), (7168, 8, 1)):
+        words = plan("linear", k, rows).split()
+        assert (words[2], int(words[5])) == ("1", resident), (k, rows)
+        assert resident * (int(words[7]) + 2048) <= HOPPER + 1024
+
+
 def test_everything_else_is_for_the_generic_kernel() -> None:
     assert plan("linear", 100, 1) == "generic", "rows that are not whole sixteen bytes"
     assert library("cpu").product_plan("linear", True, 7168, 1, False, False, HOPPER) == "generic", "no clusters"
