@@ -104,7 +104,7 @@ constexpr size_t wide_exchange(const Device& device) {
 }
 // Whether it serves: its bits are the other variants', so rows may have a say.
 constexpr bool serves_wide(const Device& device, WeightKind kind, int k, int rows, bool normed) {
-  return device.wgmma && wide_groups(device) > 0 && rows >= kWideLeast && !normed && wide_shared(kind, k) + kStatic <= device.shared;
+  return device.wgmma && wide_groups(device) > 0 && rows >= kWideLeast && !normed && wide_shared(kind, k) <= device.shared;
 }
 
 // In the order in which they are preferred, the widest number of rows last but for one that fits small shared memories; measured in docs/kernels.md.
@@ -122,10 +122,10 @@ constexpr bool serves_moe(const Device& device, int k, int shared_k, int top_k, 
   return serves(device, k) && shared_k % 8 == 0 && top_k <= kMostTopK && experts <= kMostExperts;
 }
 
-// Whether as many blocks as the registers leave room for find shared memory on a multiprocessor: with up to 1 KB of their own and 1 KB
-// that the multiprocessor keeps of each.
+// Whether as many blocks as the registers leave room for find shared memory on a multiprocessor, which keeps 1 KB of each for itself;
+// bytes and what little is static are in units of 128.
 constexpr bool fits_resident(const Device& device, const Variant& v, size_t bytes) {
-  return (bytes + 2048) * static_cast<size_t>(v.resident) <= device.shared + 1024;
+  return (bytes + 128 + 1024) * static_cast<size_t>(v.resident) <= device.shared + 1024;
 }
 // The first variant that takes all rows at once; if none fits the device, one for half as many, and so on; -1 if none does.
 template <int COUNT, typename Bytes>

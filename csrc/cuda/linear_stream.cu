@@ -52,9 +52,12 @@ __global__ __launch_bounds__(S::WARPS * kWarp, KD_RESIDENT(S::RESIDENT)) void st
   constexpr WeightKind KIND = S::KIND;
   constexpr int MT = S::MT, NT = S::NT, CL = S::CL, WARPS = S::WARPS, DEPTH = S::DEPTH, SPC = S::SPC, TW = S::TW, ROWS = S::ROWS;
   extern __shared__ __align__(128) uint8_t smem[];
-  __shared__ float squares[S::COLUMNS * SPC], inverse[S::COLUMNS];
   constexpr bool IN_RING = S::IN_RING;
   uint8_t* const partial = IN_RING ? smem : smem + S::RING;
+  // The norm is over before the first sums are written, in this block; other blocks of a cluster may still read its squares then.
+  constexpr bool OWN = CL > 1 || IN_RING;
+  __shared__ float own[OWN ? S::COLUMNS * (SPC + 1) : 1];
+  float *const squares = OWN ? own : reinterpret_cast<float*>(partial), *const inverse = squares + S::COLUMNS * SPC;
   uint8_t* const staged = (IN_RING ? smem + (S::RING > S::PARTIAL ? S::RING : S::PARTIAL) : partial + S::PARTIAL) + kZeros;
 
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp, local = warp / TW, column = warp % TW;
