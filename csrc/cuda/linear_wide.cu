@@ -142,19 +142,18 @@ __device__ __forceinline__ void stage_columns(uint8_t* staged, const Params& p, 
   }
 }
 
-// Publishes what the warp has written and waits until the warps of all segments have.
+// Publishes what the warp has written and waits until the warps of all segments have: one lane releases and acquires for all.
 __device__ __forceinline__ void meet(unsigned* arrivals, int lane) {
-  __threadfence();
   __syncwarp();
   if (lane == 0) {
-    const unsigned all = (atomicAdd(arrivals, 1u) / kSegments + 1) * kSegments;
-    unsigned seen;
+    unsigned before, seen;
+    asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(arrivals) : "memory");
+    const unsigned all = (before / kSegments + 1) * kSegments;
     do {
       asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(seen) : "l"(arrivals) : "memory");
     } while (static_cast<int>(seen - all) < 0);
   }
   __syncwarp();
-  __threadfence();
 }
 #endif
 
