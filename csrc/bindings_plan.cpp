@@ -5,11 +5,11 @@
 namespace kdtree {
 namespace {
 
-// product: linear, gate_up, down, or wide for linear without a norm where warpgroup products are known. The variant as `mt nt cl warps
-// depth resident held shared`, shared in bytes a block; or `wide shared`; or `generic`.
+// product: linear, normed for one with a norm, wide for one without where warpgroup products are known, gate_up or down. The variant as
+// `mt nt cl warps depth resident held shared`, shared in bytes a block; or `wide shared`; or `generic`.
 std::string product_plan(std::string product, bool int4, int64_t k, int64_t rows, bool paired, bool clusters, int64_t shared) {
-  const bool wide = product == "wide";
-  if (wide) product = "linear";
+  const bool wide = product == "wide", normed = product == "normed";
+  if (wide || normed) product = "linear";
   const stream::Device device{clusters, 132, static_cast<size_t>(shared), wide};
   const WeightKind kind = int4 ? WeightKind::kInt4 : WeightKind::kBf16;
   const int in = static_cast<int>(k), m = static_cast<int>(rows);
@@ -18,7 +18,7 @@ std::string product_plan(std::string product, bool int4, int64_t k, int64_t rows
   if (!stream::serves(device, in)) return "generic";
   if (stream::serves_wide(device, kind, in, m, false)) return "wide " + std::to_string(stream::wide_shared(kind, in));
   if (product == "linear") {
-    const int at = stream::choose_linear(device, kind, in, m, paired);
+    const int at = stream::choose_linear(device, kind, in, m, paired, normed);
     if (at >= 0) chosen = int4 ? &stream::kLinearInt4[at] : &stream::kLinearBf16[at], bytes = stream::linear_shared(*chosen, kind, in, m);
   } else {
     const bool down = product == "down";

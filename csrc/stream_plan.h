@@ -108,13 +108,14 @@ constexpr bool serves_wide(const Device& device, WeightKind kind, int k, int row
 }
 
 // In the order in which they are preferred, the widest number of rows last but for one that fits small shared memories; measured in docs/kernels.md.
-constexpr Variant kLinearInt4[] = {{2, 1, 1, 8, 4, 2, 1}, {1, 1, 1, 16, 4, 1, 1}, {2, 2, 1, 16, 3, 1, 2}, {2, 2, 2, 8, 4, 1, 2},
+constexpr Variant kLinearInt4[] = {{2, 1, 1, 8, 3, 2, 1}, {1, 1, 1, 16, 4, 1, 1}, {1, 2, 1, 16, 4, 1, 2}, {1, 2, 2, 16, 4, 1, 2},
                                    {1, 2, 8, 8, 7, 2, 2}, {2, 4, 8, 8, 5, 1, 4},  {2, 8, 8, 8, 4, 1, 8},  {1, 1, 8, 4, 4, 2, 1}};
-constexpr Variant kLinearBf16[] = {{1, 1, 1, 8, 8, 2, 1}, {1, 1, 8, 8, 8, 2, 1}, {2, 2, 8, 8, 6, 2, 2},
+constexpr Variant kLinearBf16[] = {{1, 1, 1, 8, 8, 2, 1}, {1, 1, 8, 8, 8, 2, 1}, {1, 2, 1, 16, 4, 1, 2}, {2, 2, 8, 8, 6, 2, 2},
                                    {2, 4, 8, 8, 5, 1, 4}, {2, 8, 8, 8, 4, 1, 8}, {1, 1, 8, 4, 4, 2, 1}};
 constexpr Variant kGateUp[] = {{2, 1, 8, 8, 4, 2, 1}, {1, 2, 8, 16, 6, 1, 2}, {1, 2, 8, 16, 5, 1, 8}, {1, 1, 8, 8, 4, 1, 1}};
 constexpr Variant kDown[] = {{2, 1, 1, 8, 4, 1, 1}, {1, 2, 1, 16, 4, 1, 8}, {1, 1, 1, 8, 2, 2, 1}};
-constexpr int kShort = 2048;  // bf16 rows below this are one block's alone: their segments are too short to share
+constexpr int kShort = 4096;  // int4 rows up to this are short enough for two blocks of eight warps; longer ones are one's with sixteen
+constexpr int kOwnNorm = 2;   // more rows are normed by the blocks of a cluster together, not by every block for itself
 
 // Whether rows of k values can be copied sixteen bytes at a time.
 constexpr bool serves(const Device& device, int k) { return device.clusters && k > 0 && k % 8 == 0; }
@@ -139,11 +140,12 @@ constexpr int choose(const Variant (&table)[COUNT], const Device& device, int ro
   }
   return -1;
 }
-constexpr int choose_linear(const Device& device, WeightKind kind, int k, int rows, bool paired) {
+constexpr int choose_linear(const Device& device, WeightKind kind, int k, int rows, bool paired, bool normed) {
   const auto bytes = [=](const Variant& v) {
     const size_t needed = linear_shared(v, kind, k, rows);
-    const bool alone = v.cl == 1 && (kind == WeightKind::kInt4 ? !fits_resident(device, v, needed) : k >= kShort);
-    return alone ? SIZE_MAX / 2 : needed;
+    const bool crowded = v.cl == 1 && !fits_resident(device, v, needed), shared_norm = normed && rows > kOwnNorm && v.cl < kSegments;
+    const bool too_long = kind == WeightKind::kInt4 && v.cl == 1 && v.resident > 1 && k > kShort;
+    return crowded || shared_norm || too_long ? SIZE_MAX / 2 : needed;
   };
   return kind == WeightKind::kInt4 ? choose(kLinearInt4, device, rows, paired, bytes) : choose(kLinearBf16, device, rows, paired, bytes);
 }

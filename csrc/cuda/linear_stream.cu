@@ -248,7 +248,7 @@ bool CudaBackend::linear_stream(const LinearArgs& a) {
   const int k = a.w[0].k;
   if (a.numerics != Numerics::kBf16 || !stream::serves(device_shape_, k)) return false;
   const bool paired = a.epilogue == Epilogue::kSiluMul, int4 = a.w[0].kind == WeightKind::kInt4;
-  const int variant = stream::choose_linear(device_shape_, a.w[0].kind, k, a.max_rows, paired);
+  const int variant = stream::choose_linear(device_shape_, a.w[0].kind, k, a.max_rows, paired, a.norm_w != nullptr);
   bool ready = variant >= 0 && aligned(a.x) && a.ldx % 8 == 0 && aligned(a.norm_w);
   Params p{};
   p.x = a.x, p.ldx = a.ldx, p.k = k, p.norm_w = a.norm_w, p.eps = a.eps, p.epilogue = a.epilogue, p.max_rows = a.max_rows,

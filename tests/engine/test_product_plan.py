@@ -9,7 +9,7 @@ import pytest
 from engine.library import library
 
 HOPPER, BLACKWELL = 232448, 101376  # bytes of shared memory a block may have on sm_90 and sm_120
-PRODUCTS = [("linear", False), ("linear", True), ("gate_up", True), ("down", False)]
+PRODUCTS = [("linear", False), ("linear", True), ("normed", False), ("normed", True), ("gate_up", True), ("down", False)]
 WIDTHS = [1, 2, 7, 8, 9, 16, 17, 32, 33, 64, 65, 200]
 
 
@@ -56,11 +56,25 @@ def test_many_rows_of_few_columns_are_for_warpgroups(int4: bool) -> None:
 
 
 def test_two_blocks_where_registers_leave_room_for_two() -> None:
-    """A block that takes all of K shares its multiprocessor with the next launch's, or one of twice the warps takes it alone."""
-    for k, rows, resident in ((2048, 8, 2), (7168, 1, 2), (7168, 2, 2), (7168, 3, 1), (7168, 8, 1)):
-        words = plan("linear", k, rows).split()
+    """A block that takes all of K: two at a time, of which one may be the next launch's, or one of twice the warps."""
+    for int4, k, rows, resident in (
+        (True, 2048, 8, 2),
+        (True, 7168, 1, 1),
+        (True, 7168, 8, 1),
+        (False, 2048, 8, 2),
+        (False, 7168, 1, 2),
+    ):
+        words = plan("linear", k, rows, int4=int4).split()
         assert (words[2], int(words[5])) == ("1", resident), (k, rows)
         assert resident * (int(words[7]) + 1152) <= HOPPER + 1024
+
+
+@pytest.mark.parametrize("int4", [False, True])
+def test_the_blocks_of_a_cluster_share_the_norm_of_many_rows(int4: bool) -> None:
+    for k in (2048, 7168):
+        assert plan("normed", k, 2, int4=int4) == plan("linear", k, 2, int4=int4)
+        for rows in (3, 8, 16, 64):
+            assert plan("normed", k, rows, int4=int4).split()[2] == "8"
 
 
 def test_everything_else_is_for_the_generic_kernel() -> None:
