@@ -9,7 +9,14 @@ import pytest
 from engine.library import library
 
 HOPPER, BLACKWELL = 232448, 101376  # bytes of shared memory a block may have on sm_90 and sm_120
-PRODUCTS = [("linear", False), ("linear", True), ("normed", False), ("normed", True), ("gate_up", True), ("down", False)]
+PRODUCTS = [
+    ("linear", False),
+    ("linear", True),
+    ("normed", False),
+    ("normed", True),
+    ("gate_up", True),
+    ("down", False),
+]
 WIDTHS = [1, 2, 7, 8, 9, 16, 17, 32, 33, 64, 65, 200]
 
 
@@ -42,7 +49,7 @@ def test_a_variant_fits_and_does_not_depend_on_rows_for_being_one(
 
 @pytest.mark.parametrize("int4", [False, True])
 def test_many_rows_of_few_columns_are_for_warpgroups(int4: bool) -> None:
-    """From 17 rows on where a block's segment of all 64 finds room; they are the bits of the others, so rows may choose."""
+    """From 17 rows on, where a block has room for its segment of 64; the bits are the others', so rows may choose."""
     for k in (8, 104, 2048, 7168, 8192):
         words = plan("wide", k, 17, int4=int4).split()
         assert words[0] == "wide"
