@@ -1,7 +1,7 @@
 // linear(): y = W x for f32, bf16 and INT4 weights, the input normed on the way, with its epilogues.
 //
 // Bytes: the weights once (4, 2 or 0.5625 a weight), as rows share them within a strip; flops 2*M*N*K. At few rows bound by
-// memory, so outputs are cut into strips of kStrip that threads take one by one. Reduction order: kernels.h.
+// memory, so outputs are cut into strips that threads take. Reduction order: kernels.h.
 #include "gemm.h"
 
 #include <cstring>
@@ -90,13 +90,13 @@ void CpuBackend::linear(const LinearArgs& a) {
   const bool gated = a.epilogue == Epilogue::kSiluMul;
   int strips[2] = {0, 0}, columns = 0;
   for (int p = 0; p < a.parts; ++p) {
-    strips[p] = (a.w[p].n + kStrip - 1) / kStrip;
+    strips[p] = strips_of(a.w[p]);
     columns += a.w[p].n;
   }
   const auto strip = [&](int task) {
     const int part = gated || task < strips[0] ? 0 : 1;
-    const int first = (part == 0 ? task : task - strips[0]) * kStrip;
-    const int n = a.w[part].n - first < kStrip ? a.w[part].n - first : kStrip;
+    const int width = strip_of(a.w[part]), first = (part == 0 ? task : task - strips[0]) * width;
+    const int n = a.w[part].n - first < width ? a.w[part].n - first : width;
     float y[kBlock * kStrip], up[kBlock * kStrip];
     for (int i = 0; i < m; i += kBlock) {
       const int rows = m - i < kBlock ? m - i : kBlock;

@@ -5,8 +5,12 @@
 
 namespace kdtree::cpu {
 
-constexpr int kStrip = 16;  // outputs a task computes: few enough to share out, enough to stream whole cache lines
+constexpr int kStrip = 24;  // outputs a task computes, at most: few enough to share out, tiles of 4, 6 and 8 of them fill it
 constexpr int kBlock = 64;  // rows a strip handles at a time, so that its results stay on the stack
+
+inline int strip_of(const Weight& w) { return w.kind == WeightKind::kInt4 ? 16 : kStrip; }  // INT4 has tiles of 8 and 16
+
+inline int strips_of(const Weight& w) { return (w.n + strip_of(w) - 1) / strip_of(w); }
 
 inline int int4_groups(int k) { return (k + kGroup - 1) / kGroup; }
 

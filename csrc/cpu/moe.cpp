@@ -138,7 +138,7 @@ struct MoePlan {
 // One strip of one expert's (or the shared one's) outputs for all its rows, handed to `store` in blocks.
 template <class Store>
 void strip(const Weight& w, int expert, const void* const* x, int rows, int first, const Store& store) {
-  const int n = w.n - first < kStrip ? w.n - first : kStrip;
+  const int width = strip_of(w), n = w.n - first < width ? w.n - first : width;
   for (int r = 0; r < rows; r += kBlock) store(x + r, r, rows - r < kBlock ? rows - r : kBlock, first, n, expert);
 }
 
@@ -191,16 +191,16 @@ void CpuBackend::moe_gate_up(const MoeArgs& a) {
       }
     };
   };
-  const int gate_strips = (inner + kStrip - 1) / kStrip, shared_strips = (shared_inner + kStrip - 1) / kStrip;
+  const int gate_strips = strips_of(a.gate), shared_strips = strips_of(a.shared_gate);
   threads_.run(used * gate_strips + shared_strips, 2.0 * m * dim * (k * inner + shared_inner), [&](int task) {
     const int u = task / gate_strips;
     if (u >= used) {
-      const int first = (task - used * gate_strips) * kStrip;
+      const int first = (task - used * gate_strips) * strip_of(a.shared_gate);
       strip(a.shared_gate, 0, row, m, first, gate_up(a.shared_gate, a.shared_up, nullptr, a.shared_act));
       return;
     }
     const int e = plan.active[u], begin = plan.starts[e], rows = plan.starts[e + 1] - begin;
-    strip(a.gate, e, plan.x + begin, rows, task % gate_strips * kStrip, gate_up(a.gate, a.up, plan.slots + begin, a.act));
+    strip(a.gate, e, plan.x + begin, rows, task % gate_strips * strip_of(a.gate), gate_up(a.gate, a.up, plan.slots + begin, a.act));
   });
 }
 
@@ -227,16 +227,16 @@ void CpuBackend::moe_down(const MoeArgs& a) {
       }
     };
   };
-  const int down_strips = (dim + kStrip - 1) / kStrip;
-  const int shared_strips = has_shared ? down_strips : 0;
+  const int down_strips = strips_of(a.down), shared_strips = has_shared ? strips_of(a.shared_down) : 0;
   threads_.run(used * down_strips + shared_strips, 1.0 * m * dim * (k * inner + a.shared_down.k), [&](int task) {
-    const int u = task / down_strips, first = task % down_strips * kStrip;
+    const int u = task / down_strips;
     if (u >= used) {
+      const int first = (task - used * down_strips) * strip_of(a.shared_down);
       strip(a.shared_down, 0, shared_act, m, first, down(a.shared_down, nullptr, plan.shared));
       return;
     }
     const int e = plan.active[u], begin = plan.starts[e], rows = plan.starts[e + 1] - begin;
-    strip(a.down, e, plan.act + begin, rows, first, down(a.down, plan.slots + begin, plan.product));
+    strip(a.down, e, plan.act + begin, rows, task % down_strips * strip_of(a.down), down(a.down, plan.slots + begin, plan.product));
   });
 
   for (int i = 0; i < m; ++i) {
