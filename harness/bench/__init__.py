@@ -8,6 +8,7 @@ It measures and reports; it never asserts a target. One job a module:
 * ``operands``  tensors for a case, in as many copies as keep the caches cold
 * ``clock``     medians and spreads, on the CPU and from a GPU's own record
 * ``ceilings``  streaming read, matmul peak, empty graph node, one-launch read floor
+* ``reading``   the fastest streaming read known for the CPU
 * ``peers``, ``peers_cpu``, ``peers_cuda``  other libraries on the same shapes
 * ``targets``   the ratios that this project aims at
 * ``ops``, ``step``, ``project``  the three measurements

@@ -15,11 +15,12 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from harness.bench import clock
+from harness.bench import clock, reading
 
 READ_BYTES = {"cpu": 512 << 20, "cuda": 2 << 30}  # far beyond every cache
 MATMUL = {"cpu": 1024, "cuda": 8192}  # square; large enough to be bound by arithmetic
 SECONDS = 0.5
+FLOOR_SECONDS = 0.1  # on the CPU, which measures it beside each case
 NODES = 200  # of a graph of empty kernels
 DEFAULT_CACHE = 32 << 20  # where the system does not say how large its last cache is
 
@@ -52,7 +53,7 @@ class Ceilings:
     cache_bytes: int
     """The last cache before memory: operands rotate over four times this."""
     floor_us: Callable[[int], float]
-    """The time of one pass that only reads so many bytes, cold."""
+    """The time of one pass that only reads so many bytes, cold; on the CPU measured at each call."""
 
     def roofline_us(self, bytes_: int, flops: int, kind: str) -> float:
         """No implementation can be faster: reading at the ceiling, computing at the ceiling, side by side."""
@@ -82,12 +83,16 @@ def _cpu() -> Ceilings:
     import torch
 
     torch.set_num_threads(threads())
-    data = torch.ones(READ_BYTES["cpu"] // 4)
-    read = READ_BYTES["cpu"] / (1e-6 * clock.wall([data.sum], SECONDS).fastest)
+    reader = reading.Reader(torch.ones(READ_BYTES["cpu"] // 4), threads())
+    read = reader.bytes / (1e-6 * reader.timed(SECONDS).fastest)
     n = MATMUL["cpu"]
     a, b = torch.rand(n, n), torch.rand(n, n)
     peak = 2 * n**3 / (1e-6 * clock.wall([lambda: a @ b], SECONDS).fastest)
-    return Ceilings(read, {"f32": peak}, None, cpu_cache_bytes(), lambda size: 1e6 * size / read)
+
+    def floor(size: int) -> float:  # other machines on the same host change the memory's speed from second to second
+        return size * reader.timed(FLOOR_SECONDS).us / reader.bytes
+
+    return Ceilings(read, {"f32": peak}, None, cpu_cache_bytes(), floor)
 
 
 def _cuda() -> Ceilings:

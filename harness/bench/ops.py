@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import statistics
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -16,6 +18,9 @@ from harness.protocol import EngineError
 
 Say = Callable[[str], None]
 COLD = 4  # times the last cache that operands rotate over
+TURNS = {"cpu": 5, "cuda": 1}
+"""A case, its floor and its peers take turns, so many: a CPU's memory serves others too, who come and go."""
+SETTLE = 0.2  # seconds until the threads of a peer, which look on for work for a while, sleep
 SHARE_OF_MEMORY = 0.25  # of what is free, for the operands of one case
 
 
@@ -61,27 +66,35 @@ def free_bytes(device: str) -> int:
 
 
 def measure(bench: Bench, case: Case, limits: Ceilings, present: Sequence[Peer], seconds: float) -> Line:
-    """Time one case and whoever else can do it. Raises EngineError, MeasureError."""
-    timer = clock.clock(bench.device)
+    """Time one case and whoever else can do it, in TURNS. Raises EngineError, MeasureError."""
+    timer, turns = clock.clock(bench.device), TURNS[bench.device]
     rotate = min(COLD * limits.cache_bytes, int(SHARE_OF_MEMORY * free_bytes(bench.device)))
     made = bench.calls(case, rotate)
     copies = len(made.calls)
-    timing = bench.timed(made.calls, seconds)
-    todo = work.of(case, made.distinct())
     rotated = copies * made.bytes_each  # also with fewer samples: making the copies touched every one
-    del made  # a peer's operands take its place
-    times: dict[str, float] = {}
+    served: dict[str, Sequence[clock.Call]] = {}
+    own: list[clock.Timing] = []
+    floors: list[float] = []
+    of_peers: dict[str, list[float]] = {}
     errors: dict[str, str] = {}
-    for peer in present:
-        try:
-            calls = peer.serve(case, copies)
-            if calls is not None:
-                times[peer.name] = timer(calls, seconds).us
-        except Exception as error:  # a peer's fault is a line in the report and not the end of it
-            errors[peer.name] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-    floor = limits.floor_us(todo.bytes)
+    for turn in range(turns):
+        if turn > 0 and served:
+            time.sleep(SETTLE)
+        own.append(bench.timed(made.calls, seconds / turns))
+        todo = work.of(case, made.distinct())
+        floors.append(limits.floor_us(todo.bytes))
+        for peer in present:
+            try:
+                if turn == 0 and (calls := peer.serve(case, copies)) is not None:
+                    served[peer.name] = calls
+                if peer.name in served and peer.name not in errors:
+                    of_peers.setdefault(peer.name, []).append(timer(served[peer.name], seconds / turns).us)
+            except Exception as error:  # a peer's fault is a line in the report and not the end of it
+                errors[peer.name] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    timing = clock.pooled(own)
+    times = {name: statistics.median(us) for name, us in of_peers.items() if name not in errors}
     kind = "bf16" if case.kind == "bf16" else "f32"
-    x_floor = timing.us / floor
+    floor, x_floor = statistics.median(floors), statistics.median(t.us / f for t, f in zip(own, floors, strict=True))
     held = targets.verdicts(bench.device, case.name, case.M, timing.us, x_floor, times)
     return Line(
         case=case.name,

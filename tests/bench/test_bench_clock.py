@@ -14,6 +14,13 @@ def test_a_summary_is_the_median_with_its_quartiles() -> None:
         clock.summarise([])
 
 
+def test_turns_are_pooled_by_their_medians() -> None:
+    turns = [clock.Timing(us, us - 1, us + 1, us - 2, 5) for us in (10.0, 30.0, 12.0)]
+    assert clock.pooled(turns) == clock.Timing(12.0, 11.0, 13.0, 8.0, 15)
+    with pytest.raises(clock.MeasureError, match="no samples"):
+        clock.pooled([])
+
+
 def test_a_call_of_a_replay_takes_its_share() -> None:
     given = iter([900.0, *(float(t) for t in range(100, 200, 10))])
     timing = clock.replays(lambda: next(given), 10, 1e-9)
