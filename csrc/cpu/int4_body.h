@@ -16,7 +16,7 @@ inline KDTREE_INLINE void add_nibbles(V (&part)[Mr][Nr], const V::Words (&word)[
 }
 
 // Asks for memory while unit `first` of a tile is used up. Many outputs: each row's own, into the second cache and again into the
-// first. Few: the tile that follows in memory, line by line, for one row of a whole short tile into the first cache.
+// first. Few: the tile that follows in memory, line by line; one short enough into the first cache, if one row is all that it serves.
 template <int Mr, int Nr, int Streams>
 inline KDTREE_INLINE void fetch_int4(const uint8_t* q, const uint16_t* scale, int groups, int first) {
   constexpr int kGroups = kUnit / kGroup, kBytes = kGroups * kGroupBytes;
@@ -33,7 +33,7 @@ inline KDTREE_INLINE void fetch_int4(const uint8_t* q, const uint16_t* scale, in
   } else {
     const uint8_t* next = q + Streams * step + used * kGroupBytes;
     for (int j = 0; j < Streams; ++j) {
-      if (Mr == 1) {
+      if (Mr == 1 && step <= kShortRow) {
         prefetch_soon(next + j * kBytes);
       } else {
         prefetch(next + j * kBytes + kAhead);
