@@ -65,24 +65,37 @@ void store_held(const Kernels& k, void* out, size_t at, const float* x, int n, N
   }
 }
 
+namespace {
+
+// Floats between rows that several outputs are computed from at a time: at a multiple of 4 KiB from each other they, and the weights'
+// rows, would want the same few lines of the first cache.
+constexpr int kSpread = 80;
+constexpr int kLongRow = 1024;  // floats from which that matters
+
+}  // namespace
+
 size_t CpuBackend::linear_scratch(int, int k, int max_rows) const {
-  // The packed rows, the normed rows, and a pointer to each row of either.
-  return static_cast<size_t>(max_rows) * (sizeof(float) * 2 * packed_floats(k) + sizeof(float*));
+  // The packed rows, the normed or spread rows, and a pointer to each row of either.
+  return static_cast<size_t>(max_rows) * (sizeof(float) * (2 * packed_floats(k) + kSpread) + sizeof(float*));
 }
 
 void CpuBackend::linear(const LinearArgs& a) {
   const int m = active_rows(a.n_rows, a.max_rows), k = a.w[0].k;
-  const size_t width = packed_floats(k);
+  const size_t width = packed_floats(k), apart = width + kSpread;
   auto* scratch = static_cast<float*>(a.scratch);
   Packed packed(k_, a.w[0], a.numerics, scratch);
   float* normed = scratch + a.max_rows * width;
-  auto** x = reinterpret_cast<const void**>(normed + a.max_rows * width);
+  auto** x = reinterpret_cast<const void**>(normed + a.max_rows * apart);
+  const bool spread = a.w[0].kind == WeightKind::kF32 && m >= 4 && k >= kLongRow;
   for (int i = 0; i < m; ++i) {
     const size_t at = static_cast<size_t>(i) * a.ldx;
+    float* out = normed + i * apart;
     if (a.norm_w != nullptr) {
-      float* out = normed + i * width;
       norm_row(out, static_cast<const float*>(a.x) + at, a.norm_w, a.eps, k);
       x[i] = packed.normed(out, i);
+    } else if (spread) {
+      std::memcpy(out, static_cast<const float*>(a.x) + at, sizeof(float) * k);
+      x[i] = out;
     } else {
       x[i] = packed.held(static_cast<const char*>(a.x) + at * held_bytes(a.numerics), i);
     }
@@ -90,12 +103,12 @@ void CpuBackend::linear(const LinearArgs& a) {
   const bool gated = a.epilogue == Epilogue::kSiluMul;
   int strips[2] = {0, 0}, columns = 0;
   for (int p = 0; p < a.parts; ++p) {
-    strips[p] = strips_of(a.w[p]);
+    strips[p] = strips_of(a.w[p], m);
     columns += a.w[p].n;
   }
   const auto strip = [&](int task) {
     const int part = gated || task < strips[0] ? 0 : 1;
-    const int width = strip_of(a.w[part]), first = (part == 0 ? task : task - strips[0]) * width;
+    const int width = strip_of(a.w[part], m), first = (part == 0 ? task : task - strips[0]) * width;
     const int n = a.w[part].n - first < width ? a.w[part].n - first : width;
     float y[kBlock * kStrip], up[kBlock * kStrip];
     for (int i = 0; i < m; i += kBlock) {

@@ -5,12 +5,14 @@
 
 namespace kdtree::cpu {
 
-constexpr int kStrip = 24;  // outputs a task computes, at most: few enough to share out, tiles of 4, 6 and 8 of them fill it
+constexpr int kStrip = 28;  // outputs a task computes, at most
 constexpr int kBlock = 64;  // rows a strip handles at a time, so that its results stay on the stack
 
-inline int strip_of(const Weight& w) { return w.kind == WeightKind::kInt4 ? 16 : kStrip; }  // INT4 has tiles of 8 and 16
+// Outputs that a task computes for so many rows: few enough to share out, and filled by the kernels' tiles. INT4 has those of 8 and 16
+// outputs, f32 7 for four to seven rows, 6 for more and 8 for fewer.
+inline int strip_of(const Weight& w, int rows = 1) { return w.kind == WeightKind::kInt4 ? 16 : rows >= 4 && rows < 8 ? 28 : 24; }
 
-inline int strips_of(const Weight& w) { return (w.n + strip_of(w) - 1) / strip_of(w); }
+inline int strips_of(const Weight& w, int rows = 1) { return (w.n + strip_of(w, rows) - 1) / strip_of(w, rows); }
 
 inline int int4_groups(int k) { return (k + kGroup - 1) / kGroup; }
 

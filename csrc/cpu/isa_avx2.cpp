@@ -22,7 +22,7 @@
 namespace kdtree::cpu::avx2 {
 namespace {
 
-constexpr int kMr = 3, kNr = 2, kNrFew = 2, kNrRest = 2;  // within 16 registers of 8 lanes
+constexpr int kMr = 3, kNr = 2, kNrOnce = 2, kNrFew = 2, kNrRest = 2;  // within 16 registers of 8 lanes
 constexpr int kMrInt4 = 2, kNrInt4 = 1, kNrInt4One = 2, kStreamsInt4 = 8, kMrSum = 4;
 
 struct V {

@@ -25,7 +25,7 @@
 namespace kdtree::cpu::avx512 {
 namespace {
 
-constexpr int kMr = 4, kNr = 6, kNrFew = 8, kNrRest = 4;  // within 32 registers of 16 lanes
+constexpr int kMr = 4, kNr = 6, kNrOnce = 7, kNrFew = 8, kNrRest = 4;  // within 32 registers of 16 lanes
 constexpr int kMrInt4 = 4, kNrInt4 = 2, kNrInt4One = 4, kStreamsInt4 = 16, kMrSum = 8;
 
 struct V {

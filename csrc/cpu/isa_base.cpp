@@ -17,7 +17,7 @@ namespace {
 
 #ifdef KDTREE_NEON
 #define KDTREE_ISA_NAME "neon"
-constexpr int kMr = 2, kNr = 3, kNrFew = 3, kNrRest = 3;
+constexpr int kMr = 2, kNr = 3, kNrOnce = 3, kNrFew = 3, kNrRest = 3;
 constexpr int kMrInt4 = 2, kNrInt4 = 1, kNrInt4One = 2, kStreamsInt4 = 2, kMrSum = 4;
 
 struct V {
@@ -102,7 +102,7 @@ inline V fma(V a, V b, V c) {
 
 #else
 #define KDTREE_ISA_NAME "base"
-constexpr int kMr = 1, kNr = 1, kNrFew = 1, kNrRest = 1;
+constexpr int kMr = 1, kNr = 1, kNrOnce = 1, kNrFew = 1, kNrRest = 1;
 constexpr int kMrInt4 = 1, kNrInt4 = 1, kNrInt4One = 1, kStreamsInt4 = 1, kMrSum = 1;
 
 struct V {

@@ -42,20 +42,24 @@ inline __attribute__((always_inline)) void tile_plain(const T* const* x, const T
 template <int Nr, class T>
 inline __attribute__((always_inline)) void strip_plain(const T* const* x, int m, const T* const* w, int k, float* y, int ldy) {
   int i = 0;
-  if constexpr (Nr <= kNr) {  // more outputs leave no registers for kMr rows
+  if constexpr (Nr <= kNrOnce) {  // more outputs leave no registers for kMr rows
     for (; i + kMr <= m; i += kMr) tile_plain<kMr, Nr>(x + i, w, k, y + i * ldy, ldy);
   }
   for (; kMr > 2 && i + 2 <= m; i += 2) tile_plain<2, Nr>(x + i, w, k, y + i * ldy, ldy);
   for (; i < m; ++i) tile_plain<1, Nr>(x + i, w, k, y + i * ldy, ldy);
 }
 
-// T float or uint16_t (bf16). Outputs at a time: each is a stream of weights, and memory serves several faster than one.
+// T float or uint16_t (bf16). Outputs at a time: each is a stream of weights, and memory serves several faster than one. kNrOnce
+// where a weight serves one tile of kMr rows, kNr where several tiles find it in a cache, kNrFew at fewer rows.
 template <class T>
 void gemm_plain(const T* const* x, int m, const T* const* w, int n, int k, float* y, int ldy) {
   int j = 0;
   if (m < kMr) {
     for (; j + kNrFew <= n; j += kNrFew) strip_plain<kNrFew>(x, m, w + j, k, y + j, ldy);
-  } else if (sizeof(T) == sizeof(float)) {
+  } else if constexpr (sizeof(T) == sizeof(float)) {
+    if constexpr (kNrOnce != kNr) {
+      for (; m < 2 * kMr && j + kNrOnce <= n; j += kNrOnce) strip_plain<kNrOnce>(x, m, w + j, k, y + j, ldy);
+    }
     for (; j + kNr <= n; j += kNr) strip_plain<kNr>(x, m, w + j, k, y + j, ldy);
   }
   for (; j + kNrRest <= n; j += kNrRest) strip_plain<kNrRest>(x, m, w + j, k, y + j, ldy);
