@@ -91,7 +91,7 @@ constexpr size_t moe_shared(const Variant& v, int k, bool down) {
 }
 
 // linear for 17 to 64 rows by warpgroup products: two tiles of weight rows a warp, a segment of K a block (linear_wide.cu).
-constexpr int kWideRows = 64, kWideLeast = 17, kWideTiles = 2, kWideWarps = 8, kWideDepth = 5;
+constexpr int kWideRows = 64, kWideLeast = 17, kWideTiles = 2, kWideWarps = 8, kWideDepth = 4;
 constexpr size_t wide_shared(WeightKind kind, int k) {
   return static_cast<size_t>(kWideWarps) * kWideDepth * kWideTiles * kRingBytes +
          static_cast<size_t>(staged_length(k, kSegments, unit_of(kind))) * kWideRows * 2;

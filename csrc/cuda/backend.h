@@ -175,7 +175,7 @@ class CudaBackend final : public Backend {
   MemoryInfo memory_{0, 0};
   char* staging_ = nullptr;  // pinned, for small downloads
   void* exchange_ = nullptr;      // where wgmma_: stream::wide_exchange bytes, for linear_wide
-  unsigned* arrivals_ = nullptr;  // and a counter for each of its groups' warps
+  unsigned* arrivals_ = nullptr;  // and a counter for each of its groups
 
   bool graphs_on_ = true;
   bool capturing_ = false;

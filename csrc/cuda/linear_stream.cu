@@ -44,6 +44,9 @@ struct Shape {
   // The segments' sums take the ring's place: copies then stop at the end of a block of rows.
   static constexpr bool IN_RING = stream::sums_in_ring(NT);
   static constexpr bool ABSENT = NT == 1;  // columns may have no row
+  // Units that are asked for before the launch before has ended. A block that fills its multiprocessor begins when that has: then
+  // activations come sooner if few weights stand before them.
+  static constexpr int EARLY = RESIDENT > 1 ? DEPTH - 1 : 1;
   static_assert(WARPS % SPC == 0 && ROWS / 2 % CL == 0, "warps and rows divide evenly");
 };
 
@@ -98,12 +101,12 @@ __global__ __launch_bounds__(S::WARPS * kWarp, KD_RESIDENT(S::RESIDENT)) void st
     }
     copy_commit();
   };
-  const auto start = [&]() {
-    if (IN_RING) open();
+  const auto fetch_units = [&](int begin, int end) {
 #pragma unroll 1
-    for (int i = 0; i < DEPTH - 1; ++i) fetch(ring + i * S::SLOT);
+    for (int i = begin; i < end; ++i) fetch(ring + i * S::SLOT);
   };
-  start();
+  if (IN_RING) open();
+  fetch_units(0, S::EARLY);
 
   wait_for_previous();
   // Rows that do not count are staged and multiplied like the others, which need not wait for the count to arrive; they are not written.
@@ -118,13 +121,15 @@ __global__ __launch_bounds__(S::WARPS * kWarp, KD_RESIDENT(S::RESIDENT)) void st
   const int k_first = first_unit * UNIT, length = segment_begin((rank + 1) * SPC, units) * UNIT - k_first;
   const size_t skipped = static_cast<size_t>(m0) * p.ldx;
   if (p.norm_w != nullptr) {
+    fetch_units(S::EARLY, DEPTH - 1);
     const float* x = static_cast<const float*>(p.x) + skipped;
     square_rows<SPC>(squares, x, p.ldx, staged_rows, p.k, UNIT, rank);
     inverse_rows<CL, SPC>(inverse, squares, staged_rows, p.k, p.eps);
     stage_normed_rows(staged, p.stride, x, p.ldx, staged_rows, columns, p.k, k_first, length, p.norm_w, inverse);
   } else {
     const uint16_t* x = static_cast<const uint16_t*>(p.x) + skipped;
-    stage_rows(staged, p.stride, x, p.ldx, staged_rows, columns, p.k, k_first, length);
+    stage_rows(staged, p.stride, x, p.ldx, staged_rows, columns, p.k, k_first, length,
+               [&] { fetch_units(S::EARLY, DEPTH - 1); });
   }
   if (S::ABSENT && threadIdx.x < kZeros / 16) reinterpret_cast<uint4*>(staged - kZeros)[threadIdx.x] = make_uint4(0, 0, 0, 0);
   __syncthreads();
@@ -220,7 +225,8 @@ __global__ __launch_bounds__(S::WARPS * kWarp, KD_RESIDENT(S::RESIDENT)) void st
     if (IN_RING) {
       cluster_wait<CL>();
       slot = ring, behind = ring + (DEPTH - 1) * S::SLOT;
-      start();
+      open();
+      fetch_units(0, DEPTH - 1);
     }
   }
   copy_wait<0>();

@@ -4,12 +4,12 @@
 // int4, by turning nibbles into bf16, in this order.
 // A block owns one segment of K and, of a block of 256 weight rows, 32 a warp; it keeps its segment of all 64 rows of activations in
 // shared memory. Weights come through the warps' rings as in linear_stream.cu and are the register operand of
-// wgmma.m64n64k16, four warps' 16-row tiles at a time. A segment's sums meet the other seven's in global memory (L2), warp by warp:
+// wgmma.m64n64k16, four warps' 16-row tiles at a time. A segment's sums meet the other seven's in global memory (L2):
 // each of the eight blocks waits for all and adds eight columns. Clusters would do the same, but eight blocks of a cluster take
 // whole groups of multiprocessors, of which an H200 has 15, and the exchange through their shared memory is not faster.
 // Reduction order: stream.cuh; wgmma gives the bits of mma.sync, so that whether this kernel serves may depend on the rows.
-// Waiting: every block is resident, because the grid is no larger than the device, earlier launches end without this one and the
-// next is let in by all blocks of this one.
+// Waiting: every block gets its place, because the grid is no larger than the device, what runs before or beside it ends without it,
+// and the next launch is let in by all blocks of this one.
 #include <algorithm>
 
 #include "backend.h"
@@ -40,13 +40,14 @@ struct Params {
   int max_rows;    // from there on, at most 64
   const int32_t* n_rows;
   float4* parts;       // [2][groups of blocks][warp][segment][fragment][lane]
-  unsigned* arrivals;  // [group][warp], never reset: eight more each time
+  unsigned* arrivals;  // [group], never reset: eight more each time
 };
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
 constexpr int kFragments = kWideTiles * 8;  // of 16 weight rows and eight columns, a float4 a lane
 constexpr int kAhead = 14;                  // loads of activations that a lane has in flight
+constexpr int kEarly = 1;                   // units of weights that are asked for before them
 // Activations in shared memory: for each 32 of K, two steps of sixteen; a step has for each eight columns two 8 x 16-byte matrices.
 constexpr int kGroupBytes = 4096, kStepBytes = 2048, kColumnsBytes = 256, kMatrixBytes = 128;
 
@@ -118,19 +119,23 @@ __device__ __forceinline__ void multiply_bf16(float (&acc)[kWideTiles][32], uint
   }
 }
 
-// A row of eight columns a warp: lane (g, t) takes piece t of row g of every group.
-__device__ __forceinline__ void stage_columns(uint8_t* staged, const Params& p, int k_begin, int groups) {
+// A row of eight columns a warp: lane (g, t) takes piece t of row g of every group. between(): called once, behind the first loads.
+template <typename Between>
+__device__ __forceinline__ void stage_columns(uint8_t* staged, const Params& p, int k_begin, int groups, const Between& between) {
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp, row = warp * kColumns + lane / 4;
   const int at = k_begin + lane % 4 * 8;
   const uint16_t* const from = p.x + (row * p.ldx + at);
   uint8_t* const to = staged + warp * kColumnsBytes + lane * 4;
   const int count = row < p.max_rows && at < p.k ? min(groups, (p.k - at + 31) / 32) : 0;
-  for (int first = 0; first < groups; first += kAhead) {
+  bool begun = false;
+  for (int first = 0; first < groups || !begun; first += kAhead) {
     uint4 v[kAhead];
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) {
       v[i] = first + i < count ? *reinterpret_cast<const uint4*>(from + (first + i) * 32) : make_uint4(0, 0, 0, 0);
     }
+    if (!begun) between();
+    begun = true;
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) {
       if (first + i >= groups) break;
@@ -142,10 +147,10 @@ __device__ __forceinline__ void stage_columns(uint8_t* staged, const Params& p, 
   }
 }
 
-// Publishes what the warp has written and waits until the warps of all segments have: one lane releases and acquires for all.
-__device__ __forceinline__ void meet(unsigned* arrivals, int lane) {
-  __syncwarp();
-  if (lane == 0) {
+// Publishes what the block has written and waits until the blocks of all segments have: one thread releases and acquires for all.
+__device__ __forceinline__ void meet(unsigned* arrivals) {
+  __syncthreads();
+  if (threadIdx.x == 0) {
     unsigned before, seen;
     asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(arrivals) : "memory");
     const unsigned all = (before / kSegments + 1) * kSegments;
@@ -153,7 +158,7 @@ __device__ __forceinline__ void meet(unsigned* arrivals, int lane) {
       asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(seen) : "l"(arrivals) : "memory");
     } while (static_cast<int>(seen - all) < 0);
   }
-  __syncwarp();
+  __syncthreads();
 }
 #endif
 
@@ -199,12 +204,16 @@ __global__ __launch_bounds__(kWideWarps * kWarp, 1) void wide_kernel(const __gri
     }
     copy_commit();
   };
+  const auto fetch_units = [&](int begin, int end) {
 #pragma unroll 1
-  for (int i = 0; i < kWideDepth - 1; ++i) fetch(ring + i * SLOT);
+    for (int i = begin; i < end; ++i) fetch(ring + i * SLOT);
+  };
+  // The block fills its multiprocessor, so that it begins when the launch before has ended: activations come sooner behind few weights.
+  fetch_units(0, kEarly);
 
   wait_for_previous();
   const int counted = load_early(p.n_rows);
-  stage_columns(staged, p, unit * UNIT, steps * UNIT / 32);
+  stage_columns(staged, p, unit * UNIT, steps * UNIT / 32, [&] { fetch_units(kEarly, kWideDepth - 1); });
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // wgmma reads what was stored
   __syncthreads();
   const int rows = min(counted - p.first_row, p.max_rows);
@@ -250,7 +259,7 @@ __global__ __launch_bounds__(kWideWarps * kWarp, 1) void wide_kernel(const __gri
         if (nt * kColumns < rows) __stcg(parts + (segment * kFragments + mt * 8 + nt) * kWarp, make_float4(v[0], v[1], v[2], v[3]));
       }
     }
-    meet(p.arrivals + group * kWideWarps + warp, lane);
+    meet(p.arrivals + group);
     if (segment * kColumns >= rows) continue;
     float total[kWideTiles][4];
 #pragma unroll

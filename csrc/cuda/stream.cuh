@@ -401,16 +401,17 @@ __device__ __forceinline__ void inverse_rows(float* inverse, const float* sq, in
 }
 
 // Puts rows of x over [k_begin, k_begin + length) into shared memory as bf16 in the multiplication's order; beyond `rows` and k are zeros.
-// AHEAD: pieces of eight elements that a thread has in flight. piece(row, k): one of them.
-template <int AHEAD, typename Piece>
+// AHEAD: pieces of eight elements that a thread has in flight. piece(row, k): one of them. between(): called once, behind the first loads.
+template <int AHEAD, typename Piece, typename Between>
 __device__ __forceinline__ void stage_pieces(uint8_t* staged, int stride, int rows, int columns, int k, int k_begin, int length,
-                                             const Piece& piece) {
-  const int pieces = length / 8, threads = static_cast<int>(blockDim.x), thread = static_cast<int>(threadIdx.x);
-  if (pieces == 0) return;
+                                             const Piece& piece, const Between& between) {
+  const int pieces = max(length / 8, 1), threads = static_cast<int>(blockDim.x), thread = static_cast<int>(threadIdx.x);
+  if (length == 0) columns = 0;
+  bool begun = false;
   // A thread's pieces are `threads` apart: so many rows and so many pieces.
   const int rows_on = threads / pieces, pieces_on = threads - rows_on * pieces;
   int row = thread / pieces, at = thread - row * pieces;
-  while (row < columns) {
+  while (row < columns || !begun) {
     uint4 v[AHEAD];
     int to[AHEAD];
 #pragma unroll
@@ -421,6 +422,8 @@ __device__ __forceinline__ void stage_pieces(uint8_t* staged, int stride, int ro
       row += rows_on, at += pieces_on;
       if (at >= pieces) at -= pieces, ++row;
     }
+    if (!begun) between();
+    begun = true;
 #pragma unroll
     for (int a = 0; a < AHEAD; ++a) {
       if (to[a] >= 0) *reinterpret_cast<uint4*>(staged + to[a]) = in_order(v[a]);
@@ -429,13 +432,14 @@ __device__ __forceinline__ void stage_pieces(uint8_t* staged, int stride, int ro
 }
 
 // x bf16, taken as it is. A row begins fewer than 2^31 elements behind the first.
+template <typename Between>
 __device__ __forceinline__ void stage_rows(uint8_t* staged, int stride, const uint16_t* x, int ldx, int rows, int columns, int k,
-                                           int k_begin, int length) {
+                                           int k_begin, int length, const Between& between) {
   const auto piece = [&](int row, int at) { return *reinterpret_cast<const uint4*>(x + (row * ldx + at)); };
   if (columns * length <= 4 * 8 * static_cast<int>(blockDim.x)) {  // one row: half of the loads would have nothing to do
-    stage_pieces<4>(staged, stride, rows, columns, k, k_begin, length, piece);
+    stage_pieces<4>(staged, stride, rows, columns, k, k_begin, length, piece, between);
   } else {
-    stage_pieces<8>(staged, stride, rows, columns, k, k_begin, length, piece);
+    stage_pieces<8>(staged, stride, rows, columns, k, k_begin, length, piece, between);
   }
 }
 
@@ -451,7 +455,7 @@ __device__ __forceinline__ void stage_normed_rows(uint8_t* staged, int stride, c
                       pack_bf16(__fmul_rn(__fmul_rn(lo.z, f), gl.z), __fmul_rn(__fmul_rn(lo.w, f), gl.w)),
                       pack_bf16(__fmul_rn(__fmul_rn(hi.x, f), gh.x), __fmul_rn(__fmul_rn(hi.y, f), gh.y)),
                       pack_bf16(__fmul_rn(__fmul_rn(hi.z, f), gh.z), __fmul_rn(__fmul_rn(hi.w, f), gh.w)));
-  });
+  }, [] {});
 }
 
 }  // namespace cuda

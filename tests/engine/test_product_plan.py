@@ -55,7 +55,7 @@ def test_many_rows_of_few_columns_are_for_warpgroups(int4: bool) -> None:
         assert words[0] == "wide"
         begins = library("cpu").product_segments(k, 128 if int4 else 32, 8)
         longest = max(b - a for a, b in pairwise(begins[:9]))
-        ring = 8 * 5 * 2 * 1152
+        ring = 8 * 4 * 2 * 1152
         assert ring + 64 * 2 * longest <= int(words[1]) <= HOPPER
         for rows in (1, 16):
             assert plan("wide", k, rows, int4=int4) == plan("linear", k, rows, int4=int4)
