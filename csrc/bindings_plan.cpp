@@ -6,31 +6,33 @@ namespace kdtree {
 namespace {
 
 // product: linear, normed for one with a norm, wide for one without where warpgroup products are known, gate_up or down. The variant as
-// `mt nt cl warps depth resident held shared`, shared in bytes a block; or `wide shared`; or `generic`.
+// `mt nt cl warps depth resident held shared`, shared in bytes a block; or of gate_up and down as `staged split nt warps units depth resident
+// shared`; or `wide shared`; or `generic`.
 std::string product_plan(std::string product, bool int4, int64_t k, int64_t rows, bool paired, bool clusters, int64_t shared) {
   const bool wide = product == "wide", normed = product == "normed";
   if (wide || normed) product = "linear";
   const stream::Device device{clusters, 132, static_cast<size_t>(shared), wide};
   const WeightKind kind = int4 ? WeightKind::kInt4 : WeightKind::kBf16;
   const int in = static_cast<int>(k), m = static_cast<int>(rows);
-  const stream::Variant* chosen = nullptr;
-  size_t bytes = 0;
+  const auto line = [](std::initializer_list<int> shape, size_t bytes) {
+    std::string text;
+    for (const int n : shape) text += std::to_string(n) + " ";
+    return text + std::to_string(bytes);
+  };
   if (!stream::serves(device, in)) return "generic";
   if (stream::serves_wide(device, kind, in, m, false)) return "wide " + std::to_string(stream::wide_shared(kind, in));
   if (product == "linear") {
     const int at = stream::choose_linear(device, kind, in, m, paired, normed);
-    if (at >= 0) chosen = int4 ? &stream::kLinearInt4[at] : &stream::kLinearBf16[at], bytes = stream::linear_shared(*chosen, kind, in, m);
-  } else {
-    const bool down = product == "down";
-    need(down || product == "gate_up", "product", "is not linear, gate_up or down");
-    const int at = down ? stream::choose_down(device, in, m) : stream::choose_gate_up(device, in, m);
-    if (at >= 0) chosen = down ? &stream::kDown[at] : &stream::kGateUp[at], bytes = stream::moe_shared(*chosen, in, down);
+    if (at < 0) return "generic";
+    const stream::Variant& v = int4 ? stream::kLinearInt4[at] : stream::kLinearBf16[at];
+    return line({v.mt, v.nt, v.cl, v.warps, v.depth, v.resident, v.held}, stream::linear_shared(v, kind, in, m));
   }
-  if (chosen == nullptr) return "generic";
-  const stream::Variant& v = *chosen;
-  std::string text;
-  for (const int n : {v.mt, v.nt, v.cl, v.warps, v.depth, v.resident, v.held}) text += std::to_string(n) + " ";
-  return text + std::to_string(bytes);
+  const bool down = product == "down";
+  need(down || product == "gate_up", "product", "is not linear, gate_up or down");
+  const int at = down ? stream::choose_down(device, in, m) : stream::choose_gate_up(device, in, m);
+  if (at < 0) return "generic";
+  const stream::MoeVariant& v = down ? stream::kDown[at] : stream::kGateUp[at];
+  return line({v.staged, v.split, v.nt, v.warps, v.units, v.depth, v.resident}, stream::moe_shared(v, in, m));
 }
 
 int as_int(int64_t value, const char* what) {
@@ -38,14 +40,36 @@ int as_int(int64_t value, const char* what) {
   return static_cast<int>(value);
 }
 
-// [clusters + 1]: where each cluster's items other than the shared expert's begin (stream::Items).
-std::vector<int64_t> expert_shares(int64_t clusters, int64_t shared, int64_t shared_cost, int64_t count, int64_t cost) {
-  need(clusters > 0, "clusters", "is not positive");
-  need(cost > 0, "cost", "is not positive");
-  const stream::Items items{as_int(clusters, "clusters"), as_int(shared, "shared"), shared_cost, as_int(count, "count"), cost};
-  std::vector<int64_t> begins;
-  for (int c = 0; c <= items.clusters; ++c) begins.push_back(stream::first_item(items, c));
-  return begins;
+// Who does what in a launch of moe: for every item four numbers, the worker (block * groups + group), the expert (-1 the shared one,
+// else a place in `turns`, the turns that its rows take), the tile and the turn.
+std::vector<int64_t> expert_work(int64_t blocks, int64_t groups, int64_t tiles, int64_t shared_tiles, int64_t shared_turns, int64_t shared_k,
+                                 std::vector<int64_t> turns, int64_t k, bool bf16) {
+  need(blocks > 0 && groups > 0, "blocks, groups", "are not positive");
+  need(k > 0, "k", "is not positive");
+  std::vector<int> first{0}, slot;
+  for (size_t i = 0; i < turns.size(); ++i) {
+    first.push_back(first.back() + as_int(turns[i], "turns"));
+    slot.resize(static_cast<size_t>(first.back()), static_cast<int>(i));
+  }
+  const int each = as_int(tiles, "tiles"), own_tiles = as_int(shared_tiles, "shared_tiles"), in_blocks = as_int(blocks, "blocks"), in_groups = as_int(groups, "groups");
+  const stream::Items all = stream::moe_items(in_blocks, own_tiles, as_int(shared_turns, "shared_turns"), as_int(shared_k, "shared_k"),
+                                              first.back() * each, as_int(k, "k"), bf16);
+  std::vector<int64_t> work;
+  for (int b = 0; b < in_blocks; ++b) {
+    for (int g = 0; g < in_groups; ++g) {
+      const int worker = b * in_groups + g, own = stream::shared_items(own_tiles, in_blocks, b);
+      for (int i = g; i < own; i += in_groups) {
+        for (int t = 0; t < shared_turns; ++t) work.insert(work.end(), {worker, -1, b + i * in_blocks, t});
+      }
+      const int end = stream::first_item(all, b, in_groups, g + 1);
+      for (int i = stream::first_item(all, b, in_groups, g); i < end; ++i) {
+        const int expert = slot[static_cast<size_t>(i / each)];
+        const stream::ItemPlace at = stream::item_at(i, each, first[static_cast<size_t>(expert)], first[static_cast<size_t>(expert) + 1]);
+        work.insert(work.end(), {worker, expert, at.tile, at.turn});
+      }
+    }
+  }
+  return work;
 }
 
 // Where the segments of K begin, in elements, the end last; and, last of all, how many elements a block stages at most.
@@ -70,14 +94,14 @@ int64_t weight_byte(int64_t first, int64_t row, int64_t groups, int64_t group, i
 
 KDTREE_LIBRARY_FRAGMENT(KDTREE_LIBRARY, m) {
   m.def("product_plan(str product, bool int4, int k, int rows, bool paired, bool clusters, int shared) -> str");
-  m.def("expert_shares(int clusters, int shared, int shared_cost, int count, int cost) -> int[]");
+  m.def("expert_work(int blocks, int groups, int tiles, int shared_tiles, int shared_turns, int shared_k, int[] turns, int k, bool bf16) -> int[]");
   m.def("product_segments(int k, int granule, int cluster) -> int[]");
   m.def("weight_byte(int first, int row, int groups, int group, int bytes) -> int");
 }
 
 KDTREE_LIBRARY_IMPL(KDTREE_LIBRARY, m) {
   m.impl("product_plan", kdtree::boxed<kdtree::product_plan>);
-  m.impl("expert_shares", kdtree::boxed<kdtree::expert_shares>);
+  m.impl("expert_work", kdtree::boxed<kdtree::expert_work>);
   m.impl("product_segments", kdtree::boxed<kdtree::product_segments>);
   m.impl("weight_byte", kdtree::boxed<kdtree::weight_byte>);
 }

@@ -20,17 +20,25 @@ struct Device {
 };
 
 // The shape of a kernel: tiles of 16 weight rows a warp, tiles of 8 activation rows, blocks a cluster, warps a block, units a warp's ring
-// holds, blocks a multiprocessor that the registers leave room for. held: tiles of activation rows a launch serves; moe's experts with
-// more than nt tiles take turns of nt, and read their weights again.
+// holds, blocks a multiprocessor that the registers leave room for. held: tiles of activation rows a launch serves.
 struct Variant {
   int mt, nt, cl, warps, depth, resident, held;
 };
 
+// The same for moe. staged: all rows of the step stand in shared memory, which takes gate and up and at most kColumns rows; else lanes
+// read them from L1 and L2. split: warps that share a tile's K, 1 or kSegments. An expert's rows take turns of nt tiles, which read its
+// weights again. A slot of a warp's ring holds `units`, 1 or 2: 64 or 128 bytes of each row.
+// rows: up to how many it is the choice.
+struct MoeVariant {
+  bool staged;
+  int split, nt, warps, units, depth, resident, rows;
+};
+
 constexpr int kTileRows = 16, kColumns = 8, kSegments = 8;
 constexpr int kRingBytes = 1024 + 128;  // a tile's unit and its scales
-constexpr int kMoeGranule = 128;        // of K between segments of moe, for both kinds, since they share the staged activations
 constexpr int kMostTopK = 16, kMostExperts = 1024;
-constexpr size_t kStatic = 10 << 10;    // static shared memory of the kernels, at most
+constexpr size_t kStatic = 10 << 10, kMoeStatic = 14 << 10;  // static shared memory of the kernels, at most
+constexpr int kSumSlots = 4;            // tiles of a group of warps whose segments' sums meet at a time
 
 // Elements of K between segments of linear.
 constexpr int unit_of(WeightKind kind) { return kind == WeightKind::kInt4 ? 128 : 32; }
@@ -44,22 +52,44 @@ KDTREE_BOTH constexpr size_t byte_at(size_t first, int row, int groups, int grou
   return ((first + static_cast<size_t>(row)) * static_cast<size_t>(groups) + static_cast<size_t>(group)) * bytes;
 }
 
-// What the clusters of a launch of moe share out: the shared expert's items in turn (cluster, cluster + clusters, ...), the others in
+// What the workers of a launch of moe share out: the shared expert's items in turn (worker, worker + workers, ...), the others in
 // contiguous ranges, so cut that all read about the same number of bytes. A cost is in any unit.
 struct Items {
-  int clusters;
+  int workers;
   int shared;  // items of the shared expert
   int64_t shared_cost;
   int count;  // the others
   int64_t cost;
 };
-// The first of the others that cluster c takes; cluster c + 1's first is its end. first_item(., 0) is 0, first_item(., clusters) is count.
-KDTREE_BOTH constexpr int first_item(const Items& n, int c) {
-  if (c >= n.clusters) return n.count;
-  const int rest = n.shared % n.clusters;
-  const int64_t before = static_cast<int64_t>(c) * (n.shared / n.clusters) + (c < rest ? c : rest);  // shared items of the clusters below
-  const int64_t at = ((n.shared * n.shared_cost + n.count * n.cost) * c / n.clusters - before * n.shared_cost) / n.cost;
+// The first of the others that worker w takes; worker w + 1's first is its end. first_item(., 0) is 0, first_item(., workers) is count.
+KDTREE_BOTH constexpr int first_item(const Items& n, int w) {
+  if (w >= n.workers) return n.count;
+  const int rest = n.shared % n.workers;
+  const int64_t before = static_cast<int64_t>(w) * (n.shared / n.workers) + (w < rest ? w : rest);  // shared items of the workers below
+  const int64_t at = ((n.shared * n.shared_cost + n.count * n.cost) * w / n.workers - before * n.shared_cost) / n.cost;
   return static_cast<int>(at < 0 ? 0 : at > n.count ? n.count : at);
+}
+// Of `items` of the shared expert, how many worker w of `workers` has.
+KDTREE_BOTH constexpr int shared_items(int items, int workers, int w) { return w < items ? (items - w + workers - 1) / workers : 0; }
+
+// Blocks share out first, then the groups of warps of a block what it has: the first of the others that group `group` takes.
+KDTREE_BOTH constexpr int first_item(const Items& all, int block, int groups, int group) {
+  const int first = first_item(all, block);
+  const Items own{groups, shared_items(all.shared, all.workers, block), all.shared_cost, first_item(all, block + 1) - first, all.cost};
+  return first + first_item(own, group);
+}
+// A launch's items: a tile of the shared expert, for all turns of its rows, and a tile of another expert for one turn each.
+KDTREE_BOTH constexpr Items moe_items(int blocks, int shared_tiles, int shared_turns, int shared_k, int items, int k, bool bf16) {
+  return {blocks, shared_tiles, 32 * static_cast<int64_t>(shared_k) * shared_turns, items, (bf16 ? 32 : 9) * static_cast<int64_t>(k)};
+}
+// Item i of an expert whose turns are [first_turn, end_turn) of the launch's, each of `tiles` items: the turns of a tile follow each
+// other, so that its weights come from near the second time.
+struct ItemPlace {
+  int tile, turn;
+};
+KDTREE_BOTH constexpr ItemPlace item_at(int i, int tiles, int first_turn, int end_turn) {
+  const int own = i - first_turn * tiles, turns = end_turn - first_turn;
+  return {own / turns, own % turns};
 }
 
 constexpr int rows_of(const Variant& v) { return v.mt * (v.warps * v.cl / kSegments) * kTileRows; }
@@ -83,11 +113,19 @@ constexpr size_t linear_shared(const Variant& v, WeightKind kind, int k, int row
   return (sums_in_ring(v.nt) ? (ring > sums ? ring : sums) : ring + sums) + kZeros +
          static_cast<size_t>(columns) * staged_stride(staged_length(k, v.cl, unit_of(kind)));
 }
-// A slot of moe's ring: the tiles' units and, for down, those of eight activation rows.
-constexpr int moe_slot_bytes(int mt, bool down) { return mt * kRingBytes + (down ? kColumns * 256 : 0); }
-constexpr size_t moe_shared(const Variant& v, int k, bool down) {
-  return static_cast<size_t>(v.warps) * v.depth * moe_slot_bytes(v.mt, down) + static_cast<size_t>(kSegments / v.cl) * rows_of(v) * kColumns * 4 +
-         (down ? 0 : static_cast<size_t>(v.held) * kColumns * staged_stride(staged_length(k, v.cl, kMoeGranule)));
+// A row of k elements in whole units of int4.
+KDTREE_BOTH constexpr int padded(int k) { return (k + 127) / 128 * 128; }
+
+constexpr int moe_rows(bool staged) { return staged ? kColumns : 64; }  // rows of the step a launch serves at a time
+constexpr int moe_outputs(bool down) { return down ? kTileRows : kTileRows / 2; }  // of an item
+// Where segments' sums meet: of a group's tiles, 16 rows by two columns a pair, or, with several tiles of activations, of a warp's own.
+KDTREE_BOTH constexpr int moe_sum_bytes(int split, int nt, int warps, int pairs) {
+  return split > 1 ? warps / split * kSumSlots * kSegments * pairs * 128 : nt > 1 ? warps * nt * 512 : 0;
+}
+KDTREE_BOTH constexpr int column_pairs(int rows) { return rows < kColumns ? (rows + 1) / 2 : kColumns / 2; }
+constexpr size_t moe_shared(const MoeVariant& v, int k, int rows) {
+  return static_cast<size_t>(v.warps) * v.depth * v.units * kRingBytes + moe_sum_bytes(v.split, v.nt, v.warps, column_pairs(rows)) +
+         (v.staged ? static_cast<size_t>(rows) * staged_stride(padded(k)) : 0);
 }
 
 // linear for 17 to 64 rows by warpgroup products: two tiles of weight rows a warp, a segment of K a block (linear_wide.cu).
@@ -112,8 +150,9 @@ constexpr Variant kLinearInt4[] = {{2, 1, 1, 8, 3, 2, 1}, {1, 1, 1, 16, 4, 1, 1}
                                    {1, 2, 8, 8, 7, 2, 2}, {2, 4, 8, 8, 5, 1, 4},  {2, 8, 8, 8, 4, 1, 8},  {1, 1, 8, 4, 4, 2, 1}};
 constexpr Variant kLinearBf16[] = {{1, 1, 1, 8, 8, 2, 1}, {1, 1, 8, 8, 8, 2, 1}, {1, 2, 1, 16, 4, 1, 2}, {2, 2, 8, 8, 6, 2, 2},
                                    {2, 4, 8, 8, 5, 1, 4}, {2, 8, 8, 8, 4, 1, 8}, {1, 1, 8, 4, 4, 2, 1}};
-constexpr Variant kGateUp[] = {{2, 1, 8, 8, 4, 2, 1}, {1, 2, 8, 16, 6, 1, 2}, {1, 2, 8, 16, 5, 1, 8}, {1, 1, 8, 8, 4, 1, 1}};
-constexpr Variant kDown[] = {{2, 1, 1, 8, 4, 1, 1}, {1, 2, 1, 16, 4, 1, 8}, {1, 1, 1, 8, 2, 2, 1}};
+constexpr MoeVariant kGateUp[] = {{true, 2, 1, 16, 2, 3, 1, 2}, {true, 8, 1, 24, 1, 4, 1, 4},   {true, 1, 1, 16, 2, 2, 1, 8},
+                                  {false, 1, 2, 24, 1, 5, 1, 64}, {false, 1, 1, 16, 1, 4, 1, 64}};
+constexpr MoeVariant kDown[] = {{false, 2, 1, 16, 2, 3, 1, 2}, {false, 1, 1, 32, 2, 2, 1, 8}, {false, 1, 1, 32, 1, 4, 1, 64}, {false, 1, 1, 16, 1, 4, 1, 64}};
 constexpr int kShort = 4096;  // int4 rows up to this are short enough for two blocks of eight warps; longer ones are one's with sixteen
 constexpr int kOwnNorm = 2;   // more rows are normed by the blocks of a cluster together, not by every block for itself
 
@@ -149,12 +188,17 @@ constexpr int choose_linear(const Device& device, WeightKind kind, int k, int ro
   };
   return kind == WeightKind::kInt4 ? choose(kLinearInt4, device, rows, paired, bytes) : choose(kLinearBf16, device, rows, paired, bytes);
 }
-constexpr int choose_gate_up(const Device& device, int k, int rows) {
-  return choose(kGateUp, device, rows, true, [=](const Variant& v) { return moe_shared(v, k, false); });
+// The first variant that is for so many rows and fits.
+template <int COUNT>
+constexpr int choose_moe(const MoeVariant (&table)[COUNT], const Device& device, int k, int rows) {
+  for (int i = 0; i < COUNT; ++i) {
+    const MoeVariant& v = table[i];
+    if ((v.rows >= rows || v.rows == moe_rows(false)) && moe_shared(v, k, rows) + kMoeStatic <= device.shared) return i;
+  }
+  return -1;
 }
-constexpr int choose_down(const Device& device, int k, int rows) {
-  return choose(kDown, device, rows, false, [=](const Variant& v) { return moe_shared(v, k, true); });
-}
+constexpr int choose_gate_up(const Device& device, int k, int rows) { return choose_moe(kGateUp, device, k, rows); }
+constexpr int choose_down(const Device& device, int k, int rows) { return choose_moe(kDown, device, k, rows); }
 
 }  // namespace stream
 }  // namespace kdtree

@@ -102,8 +102,20 @@ def _cuda_scratch(c: ModelConfig, precision: str, heads: int, context: int, rows
     generic = 4 * rows * heads * segments * (c.kv_lora_rank + 2) if segments > 1 else 0
     if precision not in BF16_PRECISIONS:
         return generic
-    products = 4 * rows * (c.num_experts_per_tok + 1) * c.hidden_size if c.first_k_dense < c.num_layers else 0
-    return max(generic, products, hopper_scratch(c, heads, context, rows))
+    moe = moe_scratch(c, rows) if c.first_k_dense < c.num_layers else 0
+    return max(generic, moe, hopper_scratch(c, heads, context, rows))
+
+
+def moe_scratch(c: ModelConfig, rows: int) -> int:
+    """Products of the chosen experts and the shared one; rows and acts in order (csrc/cuda/moe_scratch.h)."""
+    products = 4 * rows * (c.num_experts_per_tok + 1) * c.hidden_size
+    normed, acts = 2 * rows * _units(c.hidden_size), 2 * rows * c.num_experts_per_tok * _units(c.moe_intermediate_size)
+    return sum(-(-size // 256) * 256 for size in (products, normed, acts))
+
+
+def _units(k: int) -> int:
+    """Numbers of a row of ``k`` in whole units of INT4."""
+    return -(-k // 128) * 128
 
 
 def hopper_scratch(c: ModelConfig, heads: int, context: int, rows: int) -> int:

@@ -133,6 +133,7 @@ class CudaBackend final : public Backend {
   // The products of bf16 activations on tensor cores (stream_plan.h says for which); false: the generic kernel must.
   bool linear_stream(const LinearArgs& a);
   void linear_wide(const LinearArgs& a);  // where stream::serves_wide
+  bool moe_streams(const MoeArgs& a) const;
   bool gate_up_stream(const MoeArgs& a);
   bool down_stream(const MoeArgs& a);
 

@@ -1,5 +1,6 @@
 // The down products of the chosen experts and the shared one, for bf16 activations (moe_stream.cuh with K = I), and their combination.
 #include "backend.h"
+#include "moe_scratch.h"
 #include "moe_stream.cuh"
 
 namespace kdtree {
@@ -34,35 +35,57 @@ __global__ __launch_bounds__(kCombineThreads) void combine_kernel(const __grid_c
   *out = __fadd_rn(before, sum);
 }
 
+struct OrderParams {
+  uint16_t* to;  // [M*per_row, stride]
+  int stride;
+  const uint16_t* from;  // [M*per_row, k]
+  int k, per_row;
+  int max_rows;
+  const int32_t* n_rows;
+};
+
+constexpr int kOrderThreads = 256;
+
+// Rows in the order in which int4 weights are multiplied with them; zeros from k on. A block a row.
+__global__ __launch_bounds__(kOrderThreads) void order_kernel(const __grid_constant__ OrderParams p) {
+  wait_for_previous();
+  if (static_cast<int>(blockIdx.x) >= active_rows(p.n_rows, p.max_rows) * p.per_row) return;
+  const uint16_t* const from = p.from + static_cast<size_t>(blockIdx.x) * p.k;
+  uint4* const to = reinterpret_cast<uint4*>(p.to + static_cast<size_t>(blockIdx.x) * p.stride);
+  for (int i = threadIdx.x; i < p.stride / 8; i += kOrderThreads) {
+    to[i] = i * 8 < p.k ? in_order(*reinterpret_cast<const uint4*>(from + i * 8)) : make_uint4(0, 0, 0, 0);
+  }
+}
+
 }  // namespace
 
-// The products of every (row, choice) and of the shared expert.
-size_t CudaBackend::moe_scratch(int max_rows, int top_k, int, int, int dim) const {
-  return sizeof(float) * static_cast<size_t>(max_rows) * (top_k + 1) * dim;
+size_t CudaBackend::moe_scratch(int max_rows, int top_k, int, int inner, int dim) const {
+  return MoeScratch(nullptr, max_rows, top_k, inner, dim).bytes;
 }
 
 bool CudaBackend::down_stream(const MoeArgs& a) {
-  const int shared_k = a.shared_down.n > 0 ? a.shared_down.k : a.down.k;
-  if (a.numerics != Numerics::kBf16 || !stream::serves_moe(device_shape_, a.down.k, shared_k, a.top_k, a.down.e)) return false;
+  if (!moe_streams(a)) return false;
   const int variant = stream::choose_down(device_shape_, a.down.k, a.max_rows);
+  const stream::MoeVariant& v = stream::kDown[variant];
   const bool int4 = a.down.kind == WeightKind::kInt4;
+  const MoeScratch scratch(a.scratch, a.max_rows, a.top_k, a.down.k, a.dim);
   StreamMoeParams p{};
-  p.k = a.down.k, p.shared_k = shared_k, p.bf16 = !int4;
+  p.k = a.down.k, p.shared_k = a.shared_down.n > 0 ? a.shared_down.k : a.down.k, p.bf16 = !int4;
+  p.rows = scratch.ordered, p.row_stride = stream::padded(a.down.k);
   p.data[0] = p.data[1] = a.down.data, p.scale[0] = p.scale[1] = a.down.scale, p.shared[0] = p.shared[1] = a.shared_down.data;
   p.n = a.down.n, p.shared_n = a.shared_down.n, p.step = a.down.step();
-  p.ids = a.ids, p.top_k = a.top_k, p.max_rows = a.max_rows, p.n_rows = a.n_rows;
+  p.pairs = stream::column_pairs(a.max_rows), p.ids = a.ids, p.top_k = a.top_k, p.max_rows = a.max_rows, p.n_rows = a.n_rows;
   p.act = static_cast<uint16_t*>(a.act), p.shared_act = static_cast<uint16_t*>(a.shared_act);
-  p.products = static_cast<float*>(a.scratch);
-  if (variant < 0 || !aligned(p.data[0]) || !aligned(p.shared[0]) || !aligned(p.scale[0], 8) || !aligned(a.act) || !aligned(a.shared_act)) {
-    return false;
+  p.products = scratch.products;
+  if (int4 && (a.phase == MoePhase::kDown || p.row_stride != a.down.k)) {  // gate and up have left none
+    const OrderParams o{scratch.ordered, p.row_stride, p.act, a.down.k, a.top_k, a.max_rows, a.n_rows};
+    launch("experts_order", order_kernel, dim3(a.max_rows * a.top_k), kOrderThreads, 0, o);
   }
-  const stream::Variant& v = stream::kDown[variant];
   const StreamMoeKernel kernel = moe_kernel<true, stream::kDown>(variant);
   const char* const name = int4 ? "experts_int4_bf16_down" : "experts_bf16_down";
-  const size_t shared = stream::moe_shared(v, a.down.k, true);
-  const int clusters = resident_clusters(reinterpret_cast<const void*>(kernel), name, v.cl, v.warps * kWarp, shared);
-  const int columns = v.held * kColumns;
-  launch_clusters(name, kernel, v.cl, dim3(clusters * v.cl, (a.max_rows + columns - 1) / columns), v.warps * kWarp, shared, p);
+  const size_t shared = stream::moe_shared(v, a.down.k, a.max_rows);
+  const int blocks = resident_clusters(reinterpret_cast<const void*>(kernel), name, 1, v.warps * kWarp, shared), rows = stream::moe_rows(v.staged);
+  launch(name, kernel, dim3(blocks, (a.max_rows + rows - 1) / rows), v.warps * kWarp, shared, p);
   const CombineParams c{p.products, a.weights, a.top_k, a.down.n, a.shared_down.n > 0, a.out, a.max_rows, a.n_rows};
   launch("experts_combine", combine_kernel, dim3((a.down.n + kCombineThreads - 1) / kCombineThreads, a.max_rows), kCombineThreads, 0, c);
   return true;

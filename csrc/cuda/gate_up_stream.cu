@@ -1,33 +1,80 @@
 // The gate and up products of the chosen experts and the shared one, for bf16 activations: moe_stream.cuh with K = D.
+//
+// More rows than stand in shared memory are normed once by a launch of their own, in scratch: from there every block reads the few rows of
+// the experts that it has.
 #include "backend.h"
+#include "moe_scratch.h"
 #include "moe_stream.cuh"
 
 namespace kdtree {
+namespace {
 
 using namespace cuda;
 
+struct NormParams {
+  uint16_t* to;  // [M, stride]
+  int stride;
+  const float* x;
+  int k;
+  const float* norm_w;
+  float eps;
+  int max_rows;
+  const int32_t* n_rows;
+};
+
+constexpr int kNormThreads = 256;
+
+// A block a row; the bits of the staged way. Zeros from k on.
+__global__ __launch_bounds__(kNormThreads) void norm_kernel(const __grid_constant__ NormParams p) {
+  __shared__ float squares[kSegments], inverse[1];
+  wait_for_previous();
+  const int m = blockIdx.x;
+  if (m >= active_rows(p.n_rows, p.max_rows)) return;
+  const float* const x = p.x + static_cast<size_t>(m) * p.k;
+  square_rows<kSegments>(squares, x, p.k, 1, p.k, kUnitK<WeightKind::kInt4>, 0);
+  inverse_rows<1, kSegments>(inverse, squares, 1, p.k, p.eps);
+  stage_normed_rows(reinterpret_cast<uint8_t*>(p.to + static_cast<size_t>(m) * p.stride), 0, x, p.k, 1, 1, p.k, 0, p.stride, p.norm_w, inverse);
+}
+
+}  // namespace
+
+// Both products or neither: down reads what gate and up leave in scratch.
+bool CudaBackend::moe_streams(const MoeArgs& a) const {
+  const int shared_k = a.shared_down.n > 0 ? a.shared_down.k : a.down.k;
+  if (a.numerics != Numerics::kBf16 || !stream::serves_moe(device_shape_, a.dim, a.dim, a.top_k, a.gate.e) ||
+      !stream::serves_moe(device_shape_, a.down.k, shared_k, a.top_k, a.down.e)) {
+    return false;
+  }
+  bool ready = stream::choose_gate_up(device_shape_, a.dim, a.max_rows) >= 0 && stream::choose_down(device_shape_, a.down.k, a.max_rows) >= 0 &&
+               a.up.step() == a.gate.step() && aligned(a.x) && aligned(a.norm_w) && aligned(a.act) && aligned(a.shared_act) && aligned(a.scratch);
+  for (const Weight* w : {&a.gate, &a.up, &a.down, &a.shared_gate, &a.shared_up, &a.shared_down}) ready = ready && aligned(w->data) && aligned(w->scale, 8);
+  return ready;
+}
+
 bool CudaBackend::gate_up_stream(const MoeArgs& a) {
-  if (a.numerics != Numerics::kBf16 || !stream::serves_moe(device_shape_, a.dim, a.dim, a.top_k, a.gate.e)) return false;
+  if (!moe_streams(a)) return false;
   const int variant = stream::choose_gate_up(device_shape_, a.dim, a.max_rows);
+  const stream::MoeVariant& v = stream::kGateUp[variant];
   const bool int4 = a.gate.kind == WeightKind::kInt4;
+  const MoeScratch scratch(a.scratch, a.max_rows, a.top_k, a.down.k, a.dim);
   StreamMoeParams p{};
   p.x = a.x, p.norm_w = a.norm_w, p.eps = a.eps, p.k = p.shared_k = a.dim, p.bf16 = !int4;
+  p.rows = scratch.normed, p.row_stride = stream::padded(a.dim), p.stride = stream::staged_stride(stream::padded(a.dim));
   p.data[0] = a.gate.data, p.data[1] = a.up.data, p.scale[0] = a.gate.scale, p.scale[1] = a.up.scale;
   p.shared[0] = a.shared_gate.data, p.shared[1] = a.shared_up.data;
   p.n = a.gate.n, p.shared_n = a.shared_gate.n, p.step = a.gate.step();
-  p.ids = a.ids, p.top_k = a.top_k, p.max_rows = a.max_rows, p.n_rows = a.n_rows;
+  p.pairs = stream::column_pairs(a.max_rows), p.ids = a.ids, p.top_k = a.top_k, p.max_rows = a.max_rows, p.n_rows = a.n_rows;
   p.act = static_cast<uint16_t*>(a.act), p.shared_act = static_cast<uint16_t*>(a.shared_act);
-  bool ready = variant >= 0 && aligned(a.x) && aligned(a.norm_w) && a.up.step() == a.gate.step();
-  for (int i = 0; i < 2; ++i) ready = ready && aligned(p.data[i]) && aligned(p.shared[i]) && aligned(p.scale[i], 8);
-  if (!ready) return false;
-  const stream::Variant& v = stream::kGateUp[variant];
+  if (int4 && a.phase == MoePhase::kBoth && stream::padded(a.gate.n) == a.gate.n) p.ordered = scratch.ordered;
+  if (!v.staged) {
+    const NormParams n{scratch.normed, p.row_stride, a.x, a.dim, a.norm_w, a.eps, a.max_rows, a.n_rows};
+    launch("experts_norm", norm_kernel, dim3(a.max_rows), kNormThreads, 0, n);
+  }
   const StreamMoeKernel kernel = moe_kernel<false, stream::kGateUp>(variant);
   const char* const name = int4 ? "experts_int4_bf16" : "experts_bf16";
-  const size_t shared = stream::moe_shared(v, a.dim, false);
-  const int clusters = resident_clusters(reinterpret_cast<const void*>(kernel), name, v.cl, v.warps * kWarp, shared);
-  p.stride = stream::staged_stride(stream::staged_length(a.dim, v.cl, stream::kMoeGranule));
-  const int columns = v.held * kColumns;
-  launch_clusters(name, kernel, v.cl, dim3(clusters * v.cl, (a.max_rows + columns - 1) / columns), v.warps * kWarp, shared, p);
+  const size_t shared = stream::moe_shared(v, a.dim, a.max_rows);
+  const int blocks = resident_clusters(reinterpret_cast<const void*>(kernel), name, 1, v.warps * kWarp, shared), rows = stream::moe_rows(v.staged);
+  launch(name, kernel, dim3(blocks, (a.max_rows + rows - 1) / rows), v.warps * kWarp, shared, p);
   ++(*counting_)[int4 ? "experts_int4_bf16_stream" : "experts_bf16_stream"];
   return true;
 }

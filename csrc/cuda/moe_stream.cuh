@@ -1,24 +1,25 @@
-// The experts for bf16 activations: gate and up with SiLU, then down, each one launch driven by the distinct experts of the step,
-// and the combination of a row's products in the order of choice.
+// The experts for bf16 activations: gate and up with SiLU, then down, each one launch driven by the distinct experts of the step.
 //
-// Bytes: the distinct experts' weights once for all rows (up to 64), the shared expert's once; flops 2*3*M*(top_k*I + S)*D on tensor cores.
-// Bound by weight bytes: an expert rarely has more than eight rows.
-// An item is one expert and one block of its weight rows; stream_plan.h shares them out (Items). Within a cluster K is split as in linear_stream.cuh.
+// Bytes: the distinct experts' weights once for up to 8*NT rows of each, the shared expert's likewise; flops 2*3*M*(top_k*I + S)*D on
+// tensor cores. Bound by weight bytes: an expert rarely has more than eight rows.
+// An item is 16 weight rows of one expert, for one turn of the rows that chose it: 16 outputs of down, or 8 gate rows and the 8 up rows
+// that meet them. Blocks, and within a block groups of SPLIT warps, have equal shares of the items by bytes (stream_plan.h). Every warp
+// streams its items through its own ring and waits for nobody: with SPLIT = 1 it has all segments of K, else its part of them, and the
+// sums of a group meet in shared memory while the warps are already at the next items.
 // Reduction order: stream.cuh with K = D for gate and up and K = I for down; no other row has a say.
 #pragma once
+#include "routes.cuh"
 #include "stream.cuh"
 
 namespace kdtree {
 namespace cuda {
 
-using stream::kMoeGranule;
-using stream::kMostExperts;
-using stream::kMostTopK;
-
 struct StreamMoeParams {
-  const float* x;  // gate and up: residual stream, normed on the way
+  const float* x;  // gate and up, staged: residual stream, normed on the way
   const float* norm_w;
   float eps;
+  const uint16_t* rows;   // rows in the multiplication's order, row_stride apart: gate and up, not staged: [M]; down of int4: [M*top_k]
+  int row_stride;         // elements, whole units
   int k, shared_k;        // inner dimension of the product
   bool bf16;              // the experts' weights are bf16, else int4; the shared expert's are bf16
   const void* data[2];    // gate and up, or down
@@ -28,386 +29,394 @@ struct StreamMoeParams {
   int step;               // weight rows from an expert to the next
   const int32_t* ids;
   int top_k;
-  uint16_t* act;         // [M*top_k, I] bf16: written by gate and up, read by down
+  uint16_t* act;         // [M*top_k, n or k] bf16: written by gate and up, read by down of bf16
   uint16_t* shared_act;  // [M, S]
+  uint16_t* ordered;     // gate and up: act once more, in the multiplication's order; or null
   float* products;       // down: [M*(top_k + 1), n], a row's choices, then the shared expert
-  int stride;  // bytes between staged rows
+  int stride;            // bytes between staged rows
+  int pairs;             // of columns that a group's sums have room for
   int max_rows;
   const int32_t* n_rows;
 };
 
-template <bool DOWN_, int MT_, int NT_, int CL_, int WARPS_, int DEPTH_, int RESIDENT_, int HELD_>
+template <bool DOWN_, bool STAGED_, int SPLIT_, int NT_, int WARPS_, int UNITS_, int DEPTH_, int RESIDENT_>
 struct StreamMoeShape {
-  static constexpr bool DOWN = DOWN_;
-  static constexpr int MT = MT_, NT = NT_, CL = CL_, WARPS = WARPS_, DEPTH = DEPTH_;
-  static constexpr int RESIDENT = RESIDENT_;
-  static constexpr int TURN = NT * kColumns;               // rows of an expert at a time
-  static constexpr int SPC = kSegments / CL;
-  static constexpr int TW = WARPS / SPC;
-  static constexpr int ROWS = MT * TW * kTileRows;         // weight rows a block and item
-  static constexpr int OUTPUTS = DOWN ? ROWS : ROWS / 2;   // gate rows, then as many up rows
-  static constexpr int COLUMNS = HELD_ * kColumns;         // rows of the step at a time
-  static constexpr int PLACES = COLUMNS * kMostTopK;
-  static constexpr int SLOT = stream::moe_slot_bytes(MT, DOWN);
-  static constexpr int RING = WARPS * DEPTH * SLOT;
-  static constexpr int PARTIAL = SPC * ROWS * kColumns * 4;  // of eight columns at a time
-  static_assert(WARPS % SPC == 0 && OUTPUTS % CL == 0 && (DOWN || MT * TW % 2 == 0), "warps and rows divide evenly");
+  static constexpr bool DOWN = DOWN_, STAGED = STAGED_;
+  static constexpr int SPLIT = SPLIT_, NT = NT_, WARPS = WARPS_, UNITS = UNITS_, DEPTH = DEPTH_, RESIDENT = RESIDENT_;
+  static constexpr int TURN = NT * kColumns;              // rows of an expert at a time
+  static constexpr int ROWS = stream::moe_rows(STAGED);   // rows of the step at a time
+  static constexpr int GROUPS = WARPS / SPLIT, SEGMENTS = kSegments / SPLIT;
+  static constexpr int OUTPUTS = stream::moe_outputs(DOWN);
+  static constexpr int SLOT = UNITS * kRingBytes, RING = WARPS * DEPTH * SLOT;
+  static_assert(kSegments % SPLIT == 0 && WARPS % SPLIT == 0 && (SPLIT == 1 || NT == 1), "whole groups; sums of one tile of activations");
+  static_assert(!STAGED || TURN >= ROWS, "staged rows take one turn");
 };
 
-// Who goes to which expert in this step.
-template <int PLACES>
-struct Routes {
-  int found;                   // distinct experts, ascending:
-  uint16_t expert[PLACES];     // [slot]
-  uint16_t start[PLACES + 1];  // [slot]: its part of `place`
-  uint16_t place[PLACES];      // row * top_k + choice, rows ascending
-  uint16_t id[PLACES];
-  uint32_t set[kMostExperts / 32];
-  int below[kMostExperts / 32];  // experts of the words before
-};
-
-// Called by the whole block; `count` ids of the step's rows, row by row. Ends with a barrier of the block.
-template <int PLACES>
-__device__ __forceinline__ void find_routes(Routes<PLACES>& r, const int32_t* ids, int count) {
-  const int lane = threadIdx.x % kWarp;
-  for (int i = threadIdx.x; i < kMostExperts / 32; i += blockDim.x) r.set[i] = 0;
-  __syncthreads();
-  for (int i = threadIdx.x; i < count; i += blockDim.x) {
-    const int id = ids[i];
-    KD_ASSERT(id >= 0 && id < kMostExperts, "moe: an expert id out of range");
-    r.id[i] = static_cast<uint16_t>(id);
-    atomicOr(r.set + id / 32, 1u << (id % 32));
-  }
-  __syncthreads();
-  const auto upto = [&](int mine) {
-#pragma unroll
-    for (int d = 1; d < kWarp; d *= 2) {
-      const int below = __shfl_up_sync(kAll, mine, d);
-      if (lane >= d) mine += below;
-    }
-    return mine;
-  };
-  if (threadIdx.x < kWarp) {
-    uint32_t word = r.set[lane];
-    const int all = upto(__popc(word)), found = __shfl_sync(kAll, all, kWarp - 1);
-    r.below[lane] = all - __popc(word);
-    for (int at = r.below[lane]; word != 0; word &= word - 1) {
-      r.expert[at++] = static_cast<uint16_t>(lane * 32 + __ffs(static_cast<int>(word)) - 1);
-    }
-    for (int i = lane; i <= found; i += kWarp) r.start[i] = 0;
-    __syncwarp();
-    // First how many go to each slot, then, from where its part begins, their places in order.
-    for (int pass = 0; pass < 2; ++pass) {
-      for (int base = 0; base < count; base += kWarp) {
-        const unsigned here = __ballot_sync(kAll, base + lane < count);
-        if (base + lane < count) {
-          const int id = r.id[base + lane], slot = r.below[id / 32] + __popc(r.set[id / 32] & ((1u << (id % 32)) - 1));
-          const unsigned same = __match_any_sync(here, slot);
-          const int before = __popc(same & ((1u << lane) - 1)), begin = r.start[slot];
-          if (pass == 1) r.place[begin + before] = static_cast<uint16_t>(base + lane);
-          __syncwarp(here);
-          if (before == 0) r.start[slot] = static_cast<uint16_t>(begin + __popc(same));
-        }
-        __syncwarp();
-      }
-      if (pass == 1) break;
-      int carry = 0;
-      for (int base = 0; base < found; base += kWarp) {
-        const int mine = base + lane < found ? r.start[base + lane] : 0, sum = carry + upto(mine);
-        __syncwarp();
-        if (base + lane < found) r.start[base + lane] = static_cast<uint16_t>(sum - mine);
-        carry = __shfl_sync(kAll, sum, kWarp - 1);
-      }
-      __syncwarp();
-    }
-    // The second pass left every slot's end: shift them into beginnings.
-    for (int base = (found - 1) / kWarp * kWarp; base >= 0; base -= kWarp) {
-      const int end = base + lane < found ? r.start[base + lane] : 0;
-      __syncwarp();
-      if (base + lane < found) r.start[base + lane + 1] = static_cast<uint16_t>(end);
-      __syncwarp();
-    }
-    if (lane == 0) r.start[0] = 0, r.found = found;
-  }
-  __syncthreads();
+// Barriers of warps in shared memory. A wait for phase i gives back as soon as that phase has ended, also long after.
+__device__ __forceinline__ void barrier_init(uint32_t at, uint32_t arrivals) {
+  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(at), "r"(arrivals) : "memory");
+}
+__device__ __forceinline__ void barrier_arrive(uint32_t at) {
+  asm volatile("{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0]; }" ::"r"(at) : "memory");
+}
+__device__ __forceinline__ void barrier_wait(uint32_t at, int phase) {
+  asm volatile(
+      "{ .reg .pred done;\n"
+      "again: mbarrier.try_wait.parity.shared.b64 done, [%0], %1;\n"
+      "@!done bra again; }" ::"r"(at), "r"(phase & 1) : "memory");
 }
 
-// Of the items that are not the shared expert's, a cluster's are [first, last).
-struct Share {
-  int first, last;
-};
+// Two or four scales of a row; there: BYTES, or 0 to write zeros and read nothing.
+template <int BYTES>
+__device__ __forceinline__ void copy_scales(uint32_t to, const void* from, uint32_t there) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(to), "l"(from), "n"(BYTES), "r"(there) : "memory");
+}
+// Keeps a lane's constant in its register: the compiler would rather compute it anew at every use.
+__device__ __forceinline__ uint32_t kept(uint32_t v) {
+  asm volatile("" : "+r"(v));
+  return v;
+}
+
+// Where in_order puts element i of a row.
+__device__ __forceinline__ int ordered_place(int i) { return i - i % 8 + (i % 8 < 4 ? i % 8 * 2 : i % 8 * 2 - 7); }
 
 template <typename S>
-__global__ __launch_bounds__(S::WARPS * kWarp, KD_RESIDENT(S::RESIDENT)) void stream_moe_kernel(const __grid_constant__ StreamMoeParams p) {
-  constexpr bool DOWN = S::DOWN;
-  constexpr int MT = S::MT, NT = S::NT, CL = S::CL, WARPS = S::WARPS, DEPTH = S::DEPTH, SPC = S::SPC, TW = S::TW, ROWS = S::ROWS;
+__global__ __launch_bounds__(S::WARPS* kWarp, KD_RESIDENT(S::RESIDENT)) void stream_moe_kernel(const __grid_constant__ StreamMoeParams p) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ != 900
+  if constexpr (S::RING > 99 << 10) {  // only Hopper's blocks have so much memory: stream_plan.h chooses such a ring nowhere else
+    __trap();
+    return;
+  }
+#endif
+  constexpr bool DOWN = S::DOWN, STAGED = S::STAGED;
+  constexpr int SPLIT = S::SPLIT, NT = S::NT, DEPTH = S::DEPTH, GROUPS = S::GROUPS, SEGMENTS = S::SEGMENTS, OUTPUTS = S::OUTPUTS;
+  constexpr int SLOTS = stream::kSumSlots, UNITS = S::UNITS, PIECES = 4 * UNITS;
   constexpr WeightKind INT4 = WeightKind::kInt4, BF16 = WeightKind::kBf16;
   extern __shared__ __align__(128) uint8_t smem[];
-  __shared__ float squares[DOWN ? 1 : S::COLUMNS * SPC], inverse[DOWN ? 1 : S::COLUMNS];
-  __shared__ Routes<S::PLACES> routes;
-  uint8_t* const partial = smem + S::RING;
-  uint8_t* const staged = partial + S::PARTIAL;
+  __shared__ float squares[STAGED ? S::ROWS * kSegments : 1], inverse[STAGED ? S::ROWS : 1];
+  __shared__ Routes<S::ROWS * kMostTopK> routes;
+  __shared__ uint64_t full[SPLIT > 1 ? GROUPS * SLOTS : 1], empty[SPLIT > 1 ? GROUPS * SLOTS : 1];
+  __shared__ int4 summed[SPLIT > 1 ? GROUPS * SLOTS : 1];  // tile, first of the columns' places, columns, whether the shared expert's
+  uint8_t* const sums = smem + S::RING;
+  uint8_t* const staged = sums + stream::moe_sum_bytes(SPLIT, NT, S::WARPS, p.pairs);
 
-  const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp, local = warp / TW, column = warp % TW;
-  const int rank = cluster_rank<CL>(), cluster = blockIdx.x / CL, clusters = gridDim.x / CL;
-  const int blocks = (p.n + S::OUTPUTS - 1) / S::OUTPUTS, shared_items = (p.shared_n + S::OUTPUTS - 1) / S::OUTPUTS;
-  const int m0 = blockIdx.y * S::COLUMNS;
+  // The shuffle tells the compiler that a warp's number is the same in all its lanes.
+  const int warp = __shfl_sync(kAll, threadIdx.x / kWarp, 0), lane = threadIdx.x % kWarp, group = warp / SPLIT, part = warp % SPLIT;
+  const int block = blockIdx.x, blocks = gridDim.x, m0 = blockIdx.y * S::ROWS;
+  const int tiles = (p.n + OUTPUTS - 1) / OUTPUTS, shared_tiles = (p.shared_n + OUTPUTS - 1) / OUTPUTS;
+  const int own_shared = stream::shared_items(shared_tiles, blocks, block);
   const uint32_t ring = shared_address(smem) + warp * (DEPTH * S::SLOT);
-  const uint32_t mine = piece_offset(lane / 4, lane % 4);
-  const bool whole = (p.k + 31) / 32 % 4 == 0;
-  const auto granules = [](int k) { return (k + kMoeGranule - 1) / kMoeGranule; };
-  const int s0 = rank * SPC + local;  // this warp's segment
-  const auto begin_of = [&](int k) { return segment_begin(s0, granules(k)) * kMoeGranule; };
-  const auto length_of = [&](int k) { return (segment_begin(s0 + 1, granules(k)) - segment_begin(s0, granules(k))) * kMoeGranule; };
+  const int s0 = part * SEGMENTS;  // this warp's segments begin
+  const auto unit_at = [](int segment, int k, bool bf16) {
+    const int unit = bf16 ? kUnitK<BF16> : kUnitK<INT4>;
+    return segment_begin(segment, (k + unit - 1) / unit);
+  };
 
-  // Copying side: walks the items ahead of the multiplication. The shared expert's come first and, but for their activations, wait for nobody.
-  Share share{0, 0};
-  int copy_shared = cluster, copy_item = 0, copy_turn = 0, copy_left = 0, rows = S::COLUMNS;
-  bool copy_bf16 = false;
-  TileSource from[MT];
-  bool live[MT];
-  const uint16_t* act = nullptr;  // down: this lane's piece of row lane/4 of the item's activations
-  int act_left = 0;               // of that row, elements from there on
-  bool act_here = false;          // whether the item has such a row
+  // The copying side walks the group's items ahead of the multiplication: the shared expert's, then the others from `copy_item` on.
+  // Weights alone, so that it waits for nobody: the shared expert's items are known from the start.
+  // A lane has 16 bytes of the step in row lane / PIECES and in those 8 / UNITS apart, and half of the scales of row lane/2.
+  const uint32_t weights_to = kept(lane % PIECES / 4 * kRingBytes + piece_offset(lane / PIECES, lane % 4));
+  [[maybe_unused]] const uint32_t weights_to4 = UNITS == 2 ? kept((weights_to ^ 32) + 256) : 0;
+  const uint32_t scales_to = kept(UNITS == 2 ? lane % 2 * kRingBytes + kUnitBytes + lane / 2 * 8 : kUnitBytes + lane * 4);
+  const uint8_t* weights = nullptr;
+  const uint8_t* scales = nullptr;
+  [[maybe_unused]] uint32_t four_rows = 0;                    // bytes to the row four below,
+  std::conditional_t<DOWN, uint32_t, int64_t> eight_rows = 0;  // and eight below: down's, or the up projection's
+  bool copy_bf16 = false, whole = true;
+  int copy_left = 0, copy_pieces = PIECES, copy_shared = group, copy_turn = 0, copy_item = 0, copy_end = 0, rows = S::ROWS;
   uint32_t copy_slot = ring;
-  // Points at turn `turn` of an item; gives whether another turn follows.
-  const auto point = [&](int block, int slot, bool of_shared, int turn) {
-    const int k = of_shared ? p.shared_k : p.k, n = of_shared ? p.shared_n : p.n, begin = begin_of(k);
+  const auto point = [&](int tile, int slot, bool of_shared) {
+    const int k = of_shared ? p.shared_k : p.k, n = of_shared ? p.shared_n : p.n;
     const size_t first = of_shared ? 0 : static_cast<size_t>(routes.expert[slot]) * p.step;
     copy_bf16 = of_shared || p.bf16;
-#pragma unroll
-    for (int mt = 0; mt < MT; ++mt) {
-      const int row = (mt * TW + column) * kTileRows;
-      const int part = DOWN ? 0 : row >= S::OUTPUTS;
-      const int tile = (block * S::OUTPUTS + row - part * S::OUTPUTS) / kTileRows;
-      live[mt] = tile * kTileRows < n;
-      if (!live[mt]) continue;
-      from[mt] = copy_bf16 ? tile_source<BF16>(of_shared ? p.shared[part] : p.data[part], nullptr, first, tile, n, k, begin, lane)
-                           : tile_source<INT4>(p.data[part], p.scale[part], first, tile, n, k, begin, lane);
+    const int pieces = copy_bf16 ? k / 8 : (k + 31) / 32, unit = unit_at(s0, k, copy_bf16), end_unit = unit_at(s0 + SEGMENTS, k, copy_bf16);
+    const int begin = unit / UNITS, end = (end_unit + UNITS - 1) / UNITS;
+    copy_left = end_unit > unit ? end - begin : 0;
+    copy_pieces = end * PIECES > pieces ? pieces % PIECES : PIECES;  // of the last step
+    whole = copy_bf16 || pieces % 4 == 0;
+    const int row = min(tile * OUTPUTS + lane / PIECES, n - 1);
+    const uint8_t* const data = static_cast<const uint8_t*>(of_shared ? p.shared[0] : p.data[0]);
+    weights = data + byte_at(first, row, pieces, begin * PIECES + lane % PIECES, 16);
+    if constexpr (UNITS == 2) four_rows = static_cast<uint32_t>(min(row + 4, n - 1) - row) * pieces * 16;
+    if constexpr (DOWN) eight_rows = static_cast<uint32_t>(min(row + 8, n - 1) - row) * pieces * 16;
+    else eight_rows = static_cast<const uint8_t*>(of_shared ? p.shared[1] : p.data[1]) - data;
+    if (!copy_bf16) {
+      const int scaled = min(tile * OUTPUTS + lane / 2 % OUTPUTS, n - 1);
+      scales = reinterpret_cast<const uint8_t*>(p.scale[!DOWN && lane >= kWarp / 2]) + byte_at(first, scaled, pieces, begin * PIECES + lane % 2 * (PIECES / 2), sizeof(uint16_t));
     }
-    const int at = of_shared ? 0 : routes.start[slot], count = of_shared ? rows : routes.start[slot + 1] - at;
-    if constexpr (DOWN) {
-      const int g = turn * S::TURN + lane / 4;
-      const int place = of_shared ? g : routes.place[at + min(g, count - 1)];
-      act = (of_shared ? p.shared_act + static_cast<size_t>(m0 + place) * k : p.act + (static_cast<size_t>(m0) * p.top_k + place) * k) +
-            begin + lane % 4 * 8;
-      act_left = k - begin - lane % 4 * 8, act_here = g < count;
-    }
-    copy_left = length_of(k) / (copy_bf16 ? kUnitK<BF16> : kUnitK<INT4>);
-    return (turn + 1) * S::TURN < count;
   };
-  const auto fetch = [&]() {
+  const auto refill = [&]() {
     while (copy_left == 0) {
-      if (copy_shared < shared_items) {
-        const bool more = point(copy_shared, 0, true, copy_turn);
-        copy_turn = more ? copy_turn + 1 : 0, copy_shared += more ? 0 : clusters;
-      } else if (copy_item < share.last) {
-        const bool more = point(copy_item % blocks, copy_item / blocks, false, copy_turn);
-        copy_turn = more ? copy_turn + 1 : 0, copy_item += more ? 0 : 1;
+      if (copy_shared < own_shared) {
+        point(block + copy_shared * blocks, 0, true);
+        const bool more = (copy_turn + 1) * S::TURN < rows;
+        copy_turn = more ? copy_turn + 1 : 0, copy_shared += more ? 0 : GROUPS;
+      } else if (copy_item < copy_end) {
+        const int slot = routes.slot[copy_item / tiles];
+        point(stream::item_at(copy_item, tiles, routes.turn[slot], routes.turn[slot + 1]).tile, slot, false);
+        ++copy_item;
       } else {
         break;
       }
     }
-    if (copy_left > 0) {
-#pragma unroll
-      for (int mt = 0; mt < MT; ++mt) {
-        if (!live[mt]) continue;
-        if (copy_bf16) {
-          copy_unit<BF16>(copy_slot + mt * kRingBytes, from[mt], mine, lane, whole);
-        } else {
-          copy_unit<INT4>(copy_slot + mt * kRingBytes, from[mt], mine, lane, whole);
-        }
-      }
-      if constexpr (DOWN) {
-        // Rows lie side by side, 64 or 256 bytes each; of odd rows the halves of a line are swapped, so that two rows lie in all banks.
-        const uint32_t to = copy_slot + MT * kRingBytes;
-        const int row = lane / 4;
-        if (copy_bf16) {
-          if (act_here) copy16(to + row * 64 + lane % 4 * 16, act, act_left > 0 ? 16 : 0);
-          act += 32, act_left -= 32;
-        } else {
-#pragma unroll
-          for (int j = 0; j < 4; ++j) {
-            const uint32_t piece = (4 * j + lane % 4) ^ ((row & 1) * 4);
-            if (act_here) copy16(to + row * 256 + piece * 16, act + j * 32, act_left > j * 32 ? 16 : 0);
-          }
-          act += 128, act_left -= 128;
-        }
-      }
-      --copy_left;
-    }
-    copy_commit();
-    copy_slot = copy_slot + S::SLOT == ring + DEPTH * S::SLOT ? ring : copy_slot + S::SLOT;
   };
-  const bool early = !DOWN && cluster < shared_items && length_of(p.shared_k) / kUnitK<BF16> >= DEPTH - 1;
-  if (early) {
+  // Asks for the next step; beyond the end of a row that is no whole steps come zeros.
+  const auto copy = [&]() {
+    const bool last = copy_left == 1;
+    const uint32_t there = last && lane % PIECES >= copy_pieces ? 0 : 16;
+    const uint8_t* const below = weights + eight_rows;
+    copy16(copy_slot + weights_to, weights, there);
+    if constexpr (UNITS == 2) copy16(copy_slot + weights_to4, weights + four_rows, there);
+    copy16(copy_slot + weights_to + 512, below, there);
+    if constexpr (UNITS == 2) copy16(copy_slot + weights_to4 + 512, below + four_rows, there);
+    constexpr int MINE = PIECES / 2;  // scales of a lane
+    const int scaled = copy_bf16 ? 0 : last ? copy_pieces - lane % 2 * MINE : MINE;  // that there are
+    if (whole) {
+      copy_scales<2 * MINE>(copy_slot + scales_to, scales, scaled > 0 ? 2 * MINE : 0);
+    } else {  // they stand at any even address
+      const uint16_t* const from = reinterpret_cast<const uint16_t*>(scales);
+#pragma unroll
+      for (int j = 0; j < MINE; j += 2) {
+        uint32_t two = 0;
+        if (scaled > j) two = __ldg(from + j);
+        if (scaled > j + 1) two |= static_cast<uint32_t>(__ldg(from + j + 1)) << 16;
+        asm volatile("st.shared.u32 [%0], %1;" ::"r"(copy_slot + scales_to + j * 2), "r"(two) : "memory");
+      }
+    }
+    weights += 64 * UNITS, scales += 8 * UNITS, --copy_left;
+  };
+  const auto next_slot = [&](uint32_t slot) { return slot + S::SLOT == ring + DEPTH * S::SLOT ? ring : slot + S::SLOT; };
+  const auto fill = [&]() {
 #pragma unroll 1
-    for (int i = 0; i < DEPTH - 1; ++i) fetch();
+    for (int i = 0; i < DEPTH - 1; ++i) {
+      refill();
+      if (copy_left > 0) copy();
+      copy_commit();
+      copy_slot = next_slot(copy_slot);
+    }
+  };
+  // Into the first of the group's shared items alone: how often that one is multiplied depends on the rows.
+  const bool early = group < own_shared && (unit_at(s0 + SEGMENTS, p.shared_k, true) - unit_at(s0, p.shared_k, true)) / UNITS >= DEPTH - 1;
+  if (SPLIT > 1 && threadIdx.x < GROUPS * SLOTS) {
+    barrier_init(shared_address(full + threadIdx.x), SPLIT);
+    barrier_init(shared_address(empty + threadIdx.x), 1);
   }
+  if (early) fill();
 
-  wait_for_previous();
-  rows = min(active_rows(p.n_rows, p.max_rows) - m0, S::COLUMNS);
-  if (rows <= 0) {  // the whole cluster alike
+  int item = 0;
+  const auto share_out = [&]() {
+    find_routes(routes, p.ids + m0 * p.top_k, rows * p.top_k, S::TURN);
+    const stream::Items all = stream::moe_items(blocks, shared_tiles, (rows + S::TURN - 1) / S::TURN, p.shared_k, routes.turn[routes.found] * tiles, p.k, p.bf16);
+    item = stream::first_item(all, block, GROUPS, group), copy_end = stream::first_item(all, block, GROUPS, group + 1);
+    copy_item = item;
+    if (early) {
+      copy_turn = S::TURN < rows ? 1 : 0, copy_shared = group + (S::TURN < rows ? 0 : GROUPS);
+    } else {
+      fill();
+    }
+  };
+  // Before the wait one may read what is older than the launch before this one, which has itself waited: x and the count of rows, and
+  // the ids too, unless that launch is the router.
+  rows = min(active_rows(p.n_rows, p.max_rows) - m0, S::ROWS);
+  if (rows <= 0) {
+    wait_for_previous();
     copy_wait<0>();
     return;
   }
-  find_routes(routes, p.ids + m0 * p.top_k, rows * p.top_k);
-  const stream::Items all{clusters, shared_items, 32 * static_cast<int64_t>(p.shared_k) * ((rows + S::TURN - 1) / S::TURN), routes.found * blocks,
-                          (p.bf16 ? 32 : 9) * static_cast<int64_t>(p.k)};
-  share = {stream::first_item(all, cluster), stream::first_item(all, cluster + 1)};
-  copy_item = share.first;
-  if (early) {  // the one item pointed at so far, in the light of how many rows there are
-    const bool more = S::TURN < rows;
-    copy_turn = more ? 1 : 0, copy_shared = cluster + (more ? 0 : clusters);
-  } else {
-#pragma unroll 1
-    for (int i = 0; i < DEPTH - 1; ++i) fetch();
+  if constexpr (!STAGED) share_out();
+  if constexpr (STAGED) {
+    const float* const x = p.x + static_cast<size_t>(m0) * p.k;
+    square_rows<kSegments>(squares, x, p.k, rows, p.k, kUnitK<INT4>, 0);
+    inverse_rows<1, kSegments>(inverse, squares, rows, p.k, p.eps);
+    stage_normed_rows(staged, p.stride, x, p.k, rows, rows, p.k, 0, stream::padded(p.k), p.norm_w, inverse);
   }
+  wait_for_previous();
+  if constexpr (STAGED) share_out();
 
-  const int staged_first = segment_begin(rank * SPC, granules(p.k)) * kMoeGranule;
-  if constexpr (!DOWN) {
-    const float* x = p.x + static_cast<size_t>(m0) * p.k;
-    square_rows<SPC>(squares, x, p.k, rows, p.k, kMoeGranule, rank);
-    inverse_rows<CL, SPC>(inverse, squares, rows, p.k, p.eps);
-    cluster_arrive<CL>();  // nobody leaves before its squares were read; met by the first wait below
-    stage_normed_rows(staged, p.stride, x, p.k, rows, S::COLUMNS, p.k, staged_first,
-                      segment_begin((rank + 1) * SPC, granules(p.k)) * kMoeGranule - staged_first, p.norm_w, inverse);
-    __syncthreads();
-  }
+  // An output's sum over K for two columns: of weight row lane/4 in v[0] and v[1], of the one eight below in v[2] and v[3].
+  const auto emit = [&](int tile, int first, int columns, bool of_shared, const float (&v)[4]) {
+    const int n = of_shared ? p.shared_n : p.n, out = tile * OUTPUTS + lane / 4;
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      const int c = lane % 4 * 2 + j;
+      if (c >= columns) break;
+      const int place = of_shared ? first + c : routes.place[first + c];
+      if constexpr (DOWN) {
+        const int m = m0 + (of_shared ? place : place / p.top_k), choice = of_shared ? p.top_k : place % p.top_k;
+        float* const to = p.products + (static_cast<size_t>(m) * (p.top_k + 1) + choice) * p.n + out;
+        if (out < n) to[0] = v[j];
+        if (out + 8 < n) to[8] = v[2 + j];
+      } else if (out < n) {
+        const uint16_t y = round_bf16(__fmul_rn(silu(v[j]), v[2 + j]));
+        const size_t row = static_cast<size_t>(m0) * (of_shared ? 1 : p.top_k) + place;
+        (of_shared ? p.shared_act : p.act)[row * n + out] = y;
+        if (!of_shared && p.ordered != nullptr) p.ordered[row * n + ordered_place(out)] = y;
+      }
+    }
+  };
+  // Where a lane's four sums of a segment stand: those of the live columns alone.
+  const auto sum_at = [&](int at, int segment) {
+    return reinterpret_cast<float4*>(sums) + ((at * kSegments + segment) * p.pairs + lane % 4) * 8 + lane / 4;
+  };
+  // Adds up the group's tile number i: the segments in ascending order.
+  const auto reduce = [&](int i) {
+    const int at = group * SLOTS + i % SLOTS;
+    barrier_wait(shared_address(full + at), i / SLOTS);
+    const int4 of = summed[at];
+    float4 part_of[kSegments] = {};
+    if (lane % 4 < p.pairs) {
+#pragma unroll
+      for (int s = 0; s < kSegments; ++s) part_of[s] = *sum_at(at, s);
+    }
+    __syncwarp();
+    if (lane == 0) barrier_arrive(shared_address(empty + at));
+    float v[4] = {part_of[0].x, part_of[0].y, part_of[0].z, part_of[0].w};
+#pragma unroll
+    for (int s = 1; s < kSegments; ++s) {
+      v[0] = __fadd_rn(v[0], part_of[s].x), v[1] = __fadd_rn(v[1], part_of[s].y);
+      v[2] = __fadd_rn(v[2], part_of[s].z), v[3] = __fadd_rn(v[3], part_of[s].w);
+    }
+    emit(of.x, of.y, of.z, of.w != 0, v);
+  };
 
-  const LaneOffsets at(lane);
+  LaneOffsets at(lane);
+  at.matrix = kept(at.matrix), at.scale = kept(at.scale);
   uint32_t slot = ring;
-  bool read_before = !DOWN && CL > 1;  // an arrival that is still to be met
-  int next_shared = cluster, next_item = share.first, turn = 0;
-  while (true) {
-    const bool of_shared = next_shared < shared_items, bf16 = of_shared || p.bf16;
-    if (!of_shared && next_item >= share.last) break;
-    int block = next_shared, first = 0, count = rows;
-    if (!of_shared) {
-      const int expert = next_item / blocks;
-      block = next_item % blocks, first = routes.start[expert], count = routes.start[expert + 1] - first;
+  int sequence = 0;  // of the group's items
+  const auto run = [&](auto kind, auto count_of_tiles, int tile, int first, int columns, bool of_shared) {
+    constexpr WeightKind KIND = decltype(kind)::value;
+    constexpr int N = decltype(count_of_tiles)::value, UNIT = kUnitK<KIND>;
+    const int k = of_shared ? p.shared_k : p.k, begin = unit_at(s0, k, KIND == BF16);
+    // Where a lane's activations of each eight columns are: a byte in shared memory, or an element of the rows.
+    uint32_t b_at[N];
+    constexpr bool NATURAL = DOWN && KIND == BF16;  // act as it is
+    const uint16_t* const base = NATURAL ? (of_shared ? p.shared_act : p.act) : p.rows;
+    const size_t base_row = static_cast<size_t>(m0) * (DOWN && !of_shared ? p.top_k : 1);
+    const int stride = NATURAL ? k : p.row_stride;
+    [[maybe_unused]] const uint16_t* const b_base = base + base_row * stride;
+#pragma unroll
+    for (int nt = 0; nt < N; ++nt) {
+      const int c = first + min(nt * kColumns + lane / 4, columns - 1), place = of_shared ? c : routes.place[c];
+      const int row = DOWN || of_shared ? place : place / p.top_k;
+      b_at[nt] = STAGED ? shared_address(staged) + row * p.stride + begin * (UNIT * 2) + lane % 4 * 16
+                        : static_cast<uint32_t>(row) * stride + begin * UNIT + lane % 4 * 8;
     }
-    first += turn * S::TURN, count -= turn * S::TURN;
-    const bool more = count > S::TURN;
-    if (more) count = S::TURN;
-    turn = more ? turn + 1 : 0;
-    if (of_shared) next_shared += more ? 0 : clusters;
-    else next_item += more ? 0 : 1;
-    const auto place_of = [&](int c) { return of_shared ? first + c : static_cast<int>(routes.place[first + c]); };
-    const int tiles = (count + kColumns - 1) / kColumns;
-    const int k = of_shared ? p.shared_k : p.k, begin = begin_of(k);
-
-    float acc[MT][NT][4];
+    [[maybe_unused]] int from = begin * UNIT + lane % 4 * 8;  // of a row that may end within a unit
+    float acc[1][N][4];
+    [[maybe_unused]] float total[4] = {-0.f, -0.f, -0.f, -0.f};  // -0 + s is s in every bit
+    [[maybe_unused]] float4* const totals = reinterpret_cast<float4*>(sums) + warp * (NT * kWarp) + lane;
+    if constexpr (N > 1) {
 #pragma unroll
-    for (int mt = 0; mt < MT; ++mt)
-#pragma unroll
-      for (int nt = 0; nt < NT; ++nt) acc[mt][nt][0] = acc[mt][nt][1] = acc[mt][nt][2] = acc[mt][nt][3] = 0.f;
-
-    // Where a lane's activations of tile nt are: gate and up, in the staged rows; down, in memory, the first tile's in the ring.
-    uint32_t b_at[NT];
-    const uint16_t* const base = of_shared ? p.shared_act + static_cast<size_t>(m0) * k : p.act + static_cast<size_t>(m0) * p.top_k * k;
-#pragma unroll
-    for (int nt = 0; nt < NT; ++nt) {
-      const int place = place_of(min(nt * kColumns + lane / 4, count - 1));
-      b_at[nt] = DOWN ? static_cast<uint32_t>(place) * k + begin + lane % 4 * 8
-                      : shared_address(staged) + (of_shared ? place : place / p.top_k) * p.stride + (begin - staged_first) * 2 + lane % 4 * 16;
+      for (int nt = 0; nt < N; ++nt) totals[nt * kWarp] = make_float4(-0.f, -0.f, -0.f, -0.f);
     }
-    const auto multiply = [&](auto kind, auto count_of_tiles, int done) {
-      constexpr WeightKind KIND = decltype(kind)::value;
-      const auto activations = [&](int nt, int part) {
-        if constexpr (!DOWN) {
-          return load_shared16(b_at[nt] + done * 2 + part * 64);
-        } else {
-          if (nt == 0) {
-            const int row = lane / 4, piece = KIND == BF16 ? lane % 4 : (4 * part + lane % 4) ^ ((row & 1) * 4);
-            return in_order(load_shared16(slot + MT * kRingBytes + row * (KIND == BF16 ? 64 : 256) + piece * 16));
-          }
-          const int from_begin = done + part * 32;
-          if (begin + lane % 4 * 8 + from_begin >= k) return make_uint4(0, 0, 0, 0);
-          return in_order(*reinterpret_cast<const uint4*>(base + b_at[nt] + from_begin));
-        }
-      };
-      multiply_unit<KIND, MT, decltype(count_of_tiles)::value, NT == 1 ? 4 : 2>(acc, slot, at, activations);
+    const auto clear = [&]() {
+#pragma unroll
+      for (int nt = 0; nt < N; ++nt) acc[0][nt][0] = acc[0][nt][1] = acc[0][nt][2] = acc[0][nt][3] = 0.f;
     };
-    const int unit = bf16 ? kUnitK<BF16> : kUnitK<INT4>, length = length_of(k);
-    for (int done = 0; done < length; done += unit) {
+    clear();
+    int unit = begin, segment = s0, segment_end = unit_at(s0 + 1, k, KIND == BF16);
+    const int end = unit_at(s0 + SEGMENTS, k, KIND == BF16);
+    [[maybe_unused]] const int to = group * SLOTS + sequence % SLOTS;
+    const auto end_segments = [&]() {
+#pragma unroll 1
+      while (unit == segment_end && segment < s0 + SEGMENTS) {
+        if constexpr (SPLIT > 1) {
+          if (segment == s0 && sequence >= SLOTS) barrier_wait(shared_address(empty + to), sequence / SLOTS - 1);
+          if (lane % 4 < p.pairs) *sum_at(to, segment) = make_float4(acc[0][0][0], acc[0][0][1], acc[0][0][2], acc[0][0][3]);
+        } else {
+#pragma unroll
+          for (int nt = 0; nt < N; ++nt) {
+            const float(&v)[4] = acc[0][nt];
+            if constexpr (N == 1) {
+#pragma unroll
+              for (int i = 0; i < 4; ++i) total[i] = __fadd_rn(total[i], v[i]);
+            } else {
+              float4& t = totals[nt * kWarp];
+              t = make_float4(__fadd_rn(t.x, v[0]), __fadd_rn(t.y, v[1]), __fadd_rn(t.z, v[2]), __fadd_rn(t.w, v[3]));
+            }
+          }
+        }
+        clear();
+        ++segment;
+        segment_end = unit_at(segment + 1, k, KIND == BF16);
+      }
+    };
+    end_segments();
+#pragma unroll 1
+    while (unit < end) {
+      if (copy_left == 0) refill();
       copy_wait<DEPTH - 2>();
       __syncwarp();
-      fetch();
+      if (copy_left > 0) copy();
+      copy_commit();
+      const int step_end = min((unit / UNITS + 1) * UNITS, end);
+#pragma unroll 1
+      do {
+        const uint32_t half = slot + unit % UNITS * kRingBytes;
+        ++unit;
+        const auto activations = [&](int nt, int group_of_32) {
+          if constexpr (STAGED) {
+            return load_shared16(b_at[nt] + group_of_32 * 64);
+          } else if constexpr (NATURAL) {
+            return in_order(from < k ? *reinterpret_cast<const uint4*>(b_base + b_at[nt]) : make_uint4(0, 0, 0, 0));
+          } else {
+            return *reinterpret_cast<const uint4*>(b_base + b_at[nt] + group_of_32 * 32);
+          }
+        };
+        multiply_unit<KIND, 1, N, N == 1 ? 4 : 2>(acc, half, at, activations);
+#pragma unroll
+        for (int nt = 0; nt < N; ++nt) b_at[nt] += STAGED ? UNIT * 2 : UNIT;
+        if constexpr (NATURAL) from += UNIT;
+        if (unit == segment_end) end_segments();
+      } while (UNITS > 1 && unit < step_end);
+      copy_slot = slot;
+      slot = next_slot(slot);
+    }
+    if constexpr (SPLIT == 1) {
+#pragma unroll 1
+      for (int nt = 0; nt * kColumns < columns; ++nt) {
+        if constexpr (N > 1) {
+          const float4 t = totals[nt * kWarp];
+          total[0] = t.x, total[1] = t.y, total[2] = t.z, total[3] = t.w;
+        }
+        emit(tile, first + nt * kColumns, columns - nt * kColumns, of_shared, total);
+      }
+    } else {
+      if (part == 0 && lane == 0) summed[to] = make_int4(tile, first, columns, of_shared);
+      __syncwarp();
+      if (lane == 0) barrier_arrive(shared_address(full + to));
+      // Each tile is added up by one warp of the group, in turn, one tile later: by then the others have mostly come so far.
+      if (sequence > 0 && (sequence - 1) % SPLIT == part) reduce(sequence - 1);
+      ++sequence;
+    }
+  };
+
+  for (int next_shared = group, turn = 0; next_shared < own_shared || item < copy_end;) {
+    const bool of_shared = next_shared < own_shared;
+    int tile = block + next_shared * blocks, first = 0, columns = rows;
+    if (!of_shared) {
+      const int expert = routes.slot[item / tiles];
+      const stream::ItemPlace place = stream::item_at(item, tiles, routes.turn[expert], routes.turn[expert + 1]);
+      tile = place.tile, turn = place.turn, first = routes.start[expert], columns = routes.start[expert + 1] - first;
+      ++item;
+    }
+    first += turn * S::TURN, columns -= turn * S::TURN;
+    const bool more = columns > S::TURN;
+    if (more) columns = S::TURN;
+    if (of_shared) turn = more ? turn + 1 : 0, next_shared += more ? 0 : GROUPS;
+    const auto pick = [&](auto kind) {
       const std::integral_constant<int, 1> one{};
       const std::integral_constant<int, NT> every{};
-      if (bf16) {
-        const std::integral_constant<WeightKind, BF16> kind{};
-        if (NT == 1 || tiles == 1) multiply(kind, one, done);
-        else multiply(kind, every, done);
-      } else {
-        const std::integral_constant<WeightKind, INT4> kind{};
-        if (NT == 1 || tiles == 1) multiply(kind, one, done);
-        else multiply(kind, every, done);
-      }
-      slot = slot + S::SLOT == ring + DEPTH * S::SLOT ? ring : slot + S::SLOT;
-    }
-
-    // Eight columns at a time: sums of a segment as [local][row][column], read by the cluster, each block a share of the rows.
-#pragma unroll
-    for (int nt = 0; nt < NT; ++nt) {
-      if (NT > 1 && nt >= tiles) break;
-      if (read_before) cluster_wait<CL>();
-      read_before = true;
-#pragma unroll
-      for (int mt = 0; mt < MT; ++mt) {
-        float* to = reinterpret_cast<float*>(partial) + (local * ROWS + (mt * TW + column) * kTileRows + lane / 4) * kColumns + lane % 4 * 2;
-        *reinterpret_cast<float2*>(to) = make_float2(acc[mt][nt][0], acc[mt][nt][1]);
-        *reinterpret_cast<float2*>(to + 8 * kColumns) = make_float2(acc[mt][nt][2], acc[mt][nt][3]);
-      }
-      cluster_arrive<CL>();
-      cluster_wait<CL>();
-      constexpr int share_rows = S::OUTPUTS / CL;
-      const int quads = (min(count - nt * kColumns, kColumns) + 3) / 4;
-      for (int i = threadIdx.x; i < share_rows * quads; i += WARPS * kWarp) {
-        const int row = rank * share_rows + i % share_rows, quad = i / share_rows, to = block * S::OUTPUTS + row;
-        if (to >= (of_shared ? p.shared_n : p.n)) continue;
-        const auto total = [&](int r) {
-          const uint32_t place = shared_address(partial) + (r * kColumns + quad * 4) * sizeof(float);
-          float4 part[kSegments];
-#pragma unroll
-          for (int s = 0; s < kSegments; ++s)
-            part[s] = load_cluster16<CL>(place + s % SPC * (ROWS * kColumns * sizeof(float)), s / SPC);
-#pragma unroll
-          for (int s = 1; s < kSegments; ++s) {
-            part[0].x = __fadd_rn(part[0].x, part[s].x), part[0].y = __fadd_rn(part[0].y, part[s].y);
-            part[0].z = __fadd_rn(part[0].z, part[s].z), part[0].w = __fadd_rn(part[0].w, part[s].w);
-          }
-          return part[0];
-        };
-        const float4 y4 = total(row);
-        float y[4] = {y4.x, y4.y, y4.z, y4.w};
-        if constexpr (!DOWN) {
-          const float4 u4 = total(S::OUTPUTS + row);
-          const float u[4] = {u4.x, u4.y, u4.z, u4.w};
-#pragma unroll
-          for (int j = 0; j < 4; ++j) y[j] = __fmul_rn(silu(y[j]), u[j]);
-        }
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          const int c = nt * kColumns + quad * 4 + j;
-          if (c >= count) break;
-          const int place = place_of(c);
-          if constexpr (DOWN) {
-            const int m = m0 + (of_shared ? place : place / p.top_k), choice = of_shared ? p.top_k : place % p.top_k;
-            p.products[(static_cast<size_t>(m) * (p.top_k + 1) + choice) * p.n + to] = y[j];
-          } else if (of_shared) {
-            p.shared_act[static_cast<size_t>(m0 + place) * p.shared_n + to] = round_bf16(y[j]);
-          } else {
-            p.act[(static_cast<size_t>(m0) * p.top_k + place) * p.n + to] = round_bf16(y[j]);
-          }
-        }
-      }
-      cluster_arrive<CL>();
-    }
+      if (NT == 1 || columns <= kColumns) run(kind, one, tile, first, columns, of_shared);
+      else run(kind, every, tile, first, columns, of_shared);
+    };
+    if (of_shared || p.bf16) pick(std::integral_constant<WeightKind, BF16>{});
+    else pick(std::integral_constant<WeightKind, INT4>{});
+  }
+  if constexpr (SPLIT > 1) {
+    if (sequence > 0 && (sequence - 1) % SPLIT == part) reduce(sequence - 1);
   }
   copy_wait<0>();
-  if (CL > 1 && read_before) cluster_wait<CL>();
 }
 
 using StreamMoeKernel = void (*)(StreamMoeParams);
@@ -415,7 +424,7 @@ using StreamMoeKernel = void (*)(StreamMoeParams);
 template <bool DOWN, const auto& TABLE, size_t... I>
 StreamMoeKernel moe_kernel_at(int index, std::index_sequence<I...>) {
   constexpr StreamMoeKernel kernels[] = {
-      &stream_moe_kernel<StreamMoeShape<DOWN, TABLE[I].mt, TABLE[I].nt, TABLE[I].cl, TABLE[I].warps, TABLE[I].depth, TABLE[I].resident, TABLE[I].held>>...};
+      &stream_moe_kernel<StreamMoeShape<DOWN, TABLE[I].staged, TABLE[I].split, TABLE[I].nt, TABLE[I].warps, TABLE[I].units, TABLE[I].depth, TABLE[I].resident>>...};
   return kernels[index];
 }
 template <bool DOWN, const auto& TABLE>

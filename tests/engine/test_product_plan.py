@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+import numpy as np
 import pytest
 
 from engine.library import library
 
 HOPPER, BLACKWELL = 232448, 101376  # bytes of shared memory a block may have on sm_90 and sm_120
+STATIC = 14336  # of moe's kernels, at most
 PRODUCTS = [
     ("linear", False),
     ("linear", True),
     ("normed", False),
     ("normed", True),
-    ("gate_up", True),
-    ("down", False),
 ]
 WIDTHS = [1, 2, 7, 8, 9, 16, 17, 32, 33, 64, 65, 200]
 
@@ -84,6 +84,24 @@ def test_the_blocks_of_a_cluster_share_the_norm_of_many_rows(int4: bool) -> None
             assert plan("normed", k, rows, int4=int4).split()[2] == "8"
 
 
+@pytest.mark.parametrize("shared", [HOPPER, BLACKWELL])
+@pytest.mark.parametrize("product", ["gate_up", "down"])
+def test_a_variant_of_the_experts_fits(product: str, shared: int) -> None:
+    """Whatever the rows, one serves; those of a whole step are in shared memory or not at all; groups are whole."""
+    for k in (8, 64, 104, 1536, 2048, 7168, 8192, 18432):
+        for rows in WIDTHS:
+            text = plan(product, k, rows, shared=shared)
+            staged, split, nt, warps, units, depth, resident, bytes_ = (int(word) for word in text.split())
+            assert bytes_ * resident + STATIC <= shared
+            assert not staged or (product == "gate_up" and rows <= 8)
+            assert 8 % split == 0
+            assert warps % split == 0
+            assert split == 1 or nt == 1
+            assert depth >= 2
+            assert units in (1, 2)
+    assert plan("gate_up", DIM, 1).split()[0] == "1", "a row alone is normed where it is multiplied"
+
+
 def test_everything_else_is_for_the_generic_kernel() -> None:
     assert plan("linear", 100, 1) == "generic", "rows that are not whole sixteen bytes"
     assert library("cpu").product_plan("linear", True, 7168, 1, False, False, HOPPER) == "generic", "no clusters"
@@ -110,33 +128,35 @@ def test_segments_are_all_of_k_and_fit_what_a_block_stages(granule: int, cluster
         assert max(held) <= room
 
 
-def _items(n: int, shared_n: int, k: int, outputs: int, rows: int, distinct: int, turn: int) -> tuple[int, ...]:
-    """shared, shared_cost, count, cost of a launch, as the kernel forms them for INT4 experts."""
-    return -(-shared_n // outputs), 32 * k * -(-rows // turn), distinct * -(-n // outputs), 9 * k
+def _turns(rng: np.random.Generator, rows: int, turn: int) -> list[int]:
+    """Of the experts that `rows` rows choose, one of them all rows', how many turns their rows take."""
+    chosen = np.zeros(EXPERTS, np.int64)
+    for _ in range(rows):
+        chosen[rng.choice(EXPERTS - 1, TOP_K - 1, replace=False)] += 1
+    chosen[-1] = rows
+    return [-(-int(n) // turn) for n in chosen if n > 0]
 
 
 @pytest.mark.parametrize("down", [False, True])
-@pytest.mark.parametrize("clusters", [1, 2, 15, 16, 30, 32, 33, 66, 132, 264])
-def test_every_item_of_the_experts_is_one_clusters(clusters: int, down: bool) -> None:
+@pytest.mark.parametrize(("blocks", "groups"), [(1, 1), (15, 2), (132, 4), (132, 16), (132, 24), (264, 8)])
+def test_every_item_of_the_experts_is_one_workers(blocks: int, groups: int, down: bool) -> None:
     """At K2.6's sizes, whole and as one of two ranks: none lost, none twice, and nobody reads much more than others."""
-    for rows in (1, 2, 8, 9, 16, 17, 64):
-        mt, nt, cl, warps = map(int, plan("down" if down else "gate_up", INNER if down else DIM, rows).split()[:4])
-        weight_rows = mt * (warps * cl // 8) * 16
-        outputs = weight_rows if down else weight_rows // 2
-        n, k = (DIM, INNER) if down else (INNER, DIM)
-        for ranks, shared_n in ((1, n), (2, n // 2), (1, 0)):
-            for distinct in {1, TOP_K, min(EXPERTS, rows * TOP_K), EXPERTS}:
-                given = _items(n // ranks, shared_n, k, outputs, rows, distinct, nt * 8)
-                begins = library("cpu").expert_shares(clusters, *given)
-                shared, shared_cost, count, cost = given
-                assert (begins[0], begins[-1]) == (0, count)
-                assert begins == sorted(begins)
-                work = [
-                    len(range(c, shared, clusters)) * shared_cost + (begins[c + 1] - begins[c]) * cost
-                    for c in range(clusters)
-                ]
-                mean = sum(work) / clusters
-                assert max(work) <= mean + max(shared_cost if shared else 0, cost) + cost, (rows, given)
+    n, k, outputs = (DIM, INNER, 16) if down else (INNER, DIM, 8)
+    rng = np.random.default_rng(blocks * groups)
+    for rows, turn, ranks, around in ((1, 8, 1, True), (4, 8, 2, True), (17, 16, 1, False), (64, 16, 2, True)):
+        tiles, turns, shared_turns = n // outputs // ranks, _turns(rng, rows, turn), -(-rows // turn)
+        shared = tiles if around else 0
+        given = (blocks, groups, tiles, shared, shared_turns, k, turns, k, False)
+        found = np.array(library("cpu").expert_work(*given), np.int64).reshape(-1, 4)
+        want = [(-1, tile, t) for tile in range(shared) for t in range(shared_turns)]
+        want += [(e, tile, t) for e, count in enumerate(turns) for tile in range(tiles) for t in range(count)]
+        assert sorted(map(tuple, found[:, 1:].tolist())) == sorted(want)
+        cost = np.where(found[:, 1] < 0, 32, 9)
+        tile_cost = max(32 * shared_turns if around else 0, 9)  # of what is never cut: all turns of the shared expert
+        work = np.bincount(found[:, 0], cost, blocks * groups)
+        assert work.max() <= work.mean() + 2 * (tile_cost + 9), (rows, given[:6])
+        by_block = work.reshape(blocks, groups).sum(1)
+        assert by_block.max() <= by_block.mean() + tile_cost + 9, (rows, given[:6])
 
 
 @pytest.mark.parametrize(("group", "size"), [(32, 16), (32, 2), (8, 16)], ids=["nibbles", "scales", "bf16"])
