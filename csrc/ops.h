@@ -144,6 +144,7 @@ struct RouterArgs {  // logits are the router's linear output
 // of act and shared_act between them.
 enum class MoePhase : int32_t { kBoth = 0, kGateUp = 1, kDown = 2 };
 
+// x and the count of rows are older than the operation before this one, which is the router: launches that overlap may read them at once.
 struct MoeArgs {
   const float* x; int dim;          // residual stream [M, dim]
   const float* norm_w; float eps;
