@@ -127,7 +127,7 @@ def hopper_scratch(c: ModelConfig, heads: int, context: int, rows: int) -> int:
         chunks *= 2
     splits = -(-context // (64 * chunks))
     splits = splits if context < 2560 else max(splits, 20) if context <= 64 * 64 * 64 else 64
-    row = splits * -(-heads // 64) * 64 * (512 + 4) * 4
+    row = splits * -(-heads // 64) * 64 * (512 * 2 + (4 + 4) * 4)  # sums, maxima and norms, scales
     return min(row * rows, max(row, 256 << 20))
 
 

@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "backend.h"
+#include "tensor_map.h"
 
 namespace kdtree {
 
@@ -19,21 +20,27 @@ __device__ const bool has_wgmma =
     false;
 #endif
 
-constexpr int kFoldThreads = 128;
+constexpr int kFoldThreads = kOctets;
 
-// o_lat of a head: four columns a thread.
+// o_lat of a head: an octet a thread.
 __global__ __launch_bounds__(kFoldThreads) void fold_kernel(const __grid_constant__ MlaParts p, __nv_bfloat16* o_lat, int heads) {
-  __shared__ float weight[kMaxSplits];
+  __shared__ FoldWeights weight;
   wait_for_previous();
   const int row = p.first_row + static_cast<int>(blockIdx.y), head = blockIdx.x;
-  if (row >= p.state->n_rows) return;
-  if (threadIdx.x < kWarp) fold_weights(p, row, head, weight);
+  const int octet = threadIdx.x;
+  OctetFold sums;
+  sums.fetch(p, row, head, octet);
+  FoldNorms norms;
+  if (threadIdx.x < kWarp) norms.fetch(p, row, head);
+  const int n_rows = p.state->n_rows, splits = splits_of(p.state->kv_len + p.depths[row] + 1);
+  if (row >= n_rows) return;
+  if (threadIdx.x < kWarp) norms.weigh(splits, weight);
   __syncthreads();
-  const int column = 4 * threadIdx.x;
-  const float4 v = fold(p, row, head, column, weight);
-  const __nv_bfloat162 low = __floats2bfloat162_rn(v.x, v.y), high = __floats2bfloat162_rn(v.z, v.w);
-  __nv_bfloat162* out = reinterpret_cast<__nv_bfloat162*>(o_lat + (static_cast<size_t>(row) * heads + head) * kPartRank + column);
-  out[0] = low, out[1] = high;
+  float2 v[4];
+  sums.finish(p, splits, weight, v);
+  __nv_bfloat16* out = o_lat + (static_cast<size_t>(row) * heads + head) * kPartRank + octet_column(octet);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) *reinterpret_cast<__nv_bfloat162*>(out + i * kOctetStep) = __floats2bfloat162_rn(v[i].x, v[i].y);
 }
 
 }  // namespace
@@ -54,18 +61,26 @@ size_t CudaBackend::hopper_scratch(const MlaDims& d, int max_rows, int max_keys)
 
 void CudaBackend::launch_hopper(const MlaAttentionArgs& a, const std::function<void(const MlaParts&)>& then) {
   const int rows = a.rows.max_rows, splits = splits_bound(a.max_keys), part = rows_a_launch(a.dims.heads, rows, splits);
+  const auto heads = static_cast<uint64_t>(a.dims.heads), slots = static_cast<uint64_t>(a.cache.slots), all = static_cast<uint64_t>(rows);
+  const CUtensorMap q_lat = bf16_map(a.q_lat, {kHopperRank, heads, all}, kHopperHeads);
+  const CUtensorMap q_rope = bf16_map(a.q_rope, {kHopperRope, heads, all}, kHopperHeads);
+  const CUtensorMap latents = bf16_map(a.cache.latent, {kHopperRank, slots}, kKeyChunk);
+  const CUtensorMap k_ropes = bf16_map(a.cache.k_rope, {kHopperRope, slots}, kKeyChunk);
   for (int first = 0; first < rows; first += part) {
     HopperParams p{};
     p.parts.first_row = first;
     p.parts.rows = std::min(part, rows - first);
     p.parts.head_blocks = head_blocks_of(a.dims.heads);
     const size_t units = static_cast<size_t>(splits) * p.parts.rows * p.parts.head_blocks;
-    p.parts.sums = static_cast<float*>(a.scratch);
-    p.parts.norms = reinterpret_cast<float2*>(p.parts.sums + units * kPartHeads * kPartRank);
+    const int most = splits * p.parts.rows * p.parts.head_blocks, sms = device_shape_.multiprocessors;
+    const int blocks = std::min(most * column_parts(most, sms), sms);
+    p.parts.splits = splits;
+    p.parts.sums = static_cast<uint4*>(a.scratch);
+    p.parts.norms = reinterpret_cast<float2*>(p.parts.sums + units * kPartHeads * kOctets);
+    p.parts.scales = reinterpret_cast<float*>(p.parts.norms + units * 2 * kPartHeads);
     p.parts.depths = a.rows.depths;
     p.parts.state = a.state;
-    p.q_lat = static_cast<const __nv_bfloat16*>(a.q_lat);
-    p.q_rope = static_cast<const __nv_bfloat16*>(a.q_rope);
+    p.q_lat = q_lat, p.q_rope = q_rope, p.latents = latents, p.k_ropes = k_ropes;
     p.latent = static_cast<const __nv_bfloat16*>(a.cache.latent);
     p.k_rope = static_cast<const __nv_bfloat16*>(a.cache.k_rope);
     p.path = a.rows.path;
@@ -73,9 +88,10 @@ void CudaBackend::launch_hopper(const MlaAttentionArgs& a, const std::function<v
     p.scale_log2 = a.scale * 1.4426950408889634f;
     p.heads = a.dims.heads;
     p.splits = splits;
+    p.slots = a.cache.slots;
+    p.multiprocessors = sms;
     const size_t shared = sizeof(HopperShared);
     reserve_shared(reinterpret_cast<const void*>(hopper_attention_kernel), "mla_attention_bf16", shared);
-    const int blocks = std::min(splits * p.parts.rows * p.parts.head_blocks, device_shape_.multiprocessors);
     launch("mla_attention_bf16", hopper_attention_kernel, dim3(blocks), kHopperThreads, shared, p);
     ++(*counting_)["mla_attention_bf16_hopper"];
     then(p.parts);

@@ -39,14 +39,21 @@ constexpr int splits_bound(int max_keys) {
   return max_keys < 2560 || most > 20 ? most : 20;
 }
 
+// Blocks that share a unit of attention (row, 64 heads, split), each for as many of the 512 columns: two where that leaves half of the
+// multiprocessors free, because each reads all of the unit's keys. A column's sums take nothing from another's, so no bit depends on it
+// and the number of rows may decide.
+KD_BOTH constexpr int column_parts(int units, int multiprocessors) { return 4 * units <= multiprocessors ? 2 : 1; }
+
 constexpr int kPartHeads = 64;  // heads of a unit of attention
 constexpr int kPartRank = 512;
 constexpr size_t kMostParts = 256u << 20;  // bytes of splits that a launch may leave; a step of more rows is taken a part at a time
 
 constexpr int head_blocks_of(int heads) { return (heads + kPartHeads - 1) / kPartHeads; }
-// Bytes that a row's splits take: sums, and for even and odd chunks the greatest score and the sum of weights.
+constexpr int kPartScales = kPartRank / 128;  // of a head's sums
+// Bytes that a row's splits take: sums of 16 bits, and in f32 for even and odd chunks the greatest score and the sum of weights, and scales.
 constexpr size_t part_bytes(int heads, int splits) {
-  return static_cast<size_t>(splits) * static_cast<size_t>(head_blocks_of(heads)) * kPartHeads * (kPartRank + 2 * 2) * sizeof(float);
+  return static_cast<size_t>(splits) * static_cast<size_t>(head_blocks_of(heads)) * kPartHeads *
+         (kPartRank * sizeof(uint16_t) + (2 * 2 + kPartScales) * sizeof(float));
 }
 constexpr int rows_a_launch(int heads, int rows, int splits) {
   const size_t most = kMostParts / part_bytes(heads, splits);
@@ -70,6 +77,10 @@ constexpr bool prepares_on_tensor_cores(const MlaDims& d) {
 constexpr bool values_on_tensor_cores(const MlaDims& d, bool clusters) {
   return clusters && d.numerics == Numerics::kBf16 && d.rank == 512 && d.v == 128;
 }
+
+// The values fold attention's splits themselves, which spares a launch, while their rows fit one tile; beyond, a kernel that does nothing
+// else folds faster. The bits are the same.
+constexpr bool values_fold(int rows) { return rows <= 16; }
 
 #undef KD_BOTH
 

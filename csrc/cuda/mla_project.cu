@@ -194,7 +194,7 @@ struct ValueShared {
   __nv_bfloat16 weights[kValueOut][kValueStride];
   __nv_bfloat16 x[kTileM][kValueStride];
   float other[kTileM][kValueOut];  // what the block of the second half found
-  float weight[kTileM][kMaxSplits];
+  FoldWeights weight[kTileM];
 };
 
 // The other block may not be touched before it runs: arrive first thing, wait before that.
@@ -247,12 +247,26 @@ __global__ __launch_bounds__(kValueThreads, 1) void value_kernel(const __grid_co
   for (int m0 = 0; m0 < n_rows; m0 += kTileM) {
     const int rows = min(kTileM, n_rows - m0);
     if constexpr (FOLD) {
-      for (int m = warp; m < rows; m += kValueThreads / kWarp) fold_weights(p.parts, m0 + m, head, s.weight[m]);
+      constexpr int kHalf = kOctets / 2;
+      OctetFold sums;
+      const auto fetch = [&](int i) {
+        if (i < rows * kHalf) sums.fetch(p.parts, m0 + i / kHalf, head, half * kHalf + i % kHalf);
+      };
+      const auto splits_at = [&](int m) { return splits_of(p.parts.state->kv_len + p.parts.depths[m0 + m] + 1); };
+      fetch(threadIdx.x);
+      for (int m = warp; m < rows; m += kValueThreads / kWarp) {
+        FoldNorms norms;
+        norms.fetch(p.parts, m0 + m, head);
+        norms.weigh(splits_at(m), s.weight[m]);
+      }
       __syncthreads();
-      for (int i = threadIdx.x; i < rows * (kValueColumns / 4); i += kValueThreads) {
-        const int m = i / (kValueColumns / 4), c = i % (kValueColumns / 4) * 4;
-        const float4 v = fold(p.parts, m0 + m, head, column + c, s.weight[m]);
-        *reinterpret_cast<uint2*>(&s.x[m][c]) = make_uint2(bf16_pair(v.x, v.y), bf16_pair(v.z, v.w));
+      for (int i = threadIdx.x; i < rows * kHalf; i += kValueThreads) {
+        const int m = i / kHalf, c = octet_column(i % kHalf);
+        float2 v[4];
+        sums.finish(p.parts, splits_at(m), s.weight[m], v);
+#pragma unroll
+        for (int k = 0; k < 4; ++k) *reinterpret_cast<uint32_t*>(&s.x[m][c + k * kOctetStep]) = bf16_pair(v[k].x, v[k].y);
+        fetch(i + kValueThreads);
       }
     } else {
       for (int i = threadIdx.x; i < rows * (kValueColumns / 8); i += kValueThreads) {
@@ -339,7 +353,8 @@ void CudaBackend::launch_values(const MlaValueArgs& a, const MlaParts* parts) {
 }
 
 void CudaBackend::mla_output(const MlaAttentionArgs& a, const MlaValueArgs& v) {
-  const bool folds = attends_on_hopper(a.dims, wgmma_) && values_on_tensor_cores(v.dims, device_shape_.clusters) && one_launch(a);
+  const bool folds = attends_on_hopper(a.dims, wgmma_) && values_on_tensor_cores(v.dims, device_shape_.clusters) && one_launch(a) &&
+                     values_fold(a.rows.max_rows);
   if (!folds) {
     Backend::mla_output(a, v);
     return;

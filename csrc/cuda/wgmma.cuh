@@ -14,11 +14,17 @@ namespace cuda {
 
 constexpr int kPanelBytes = 64 * 128;  // 64 rows
 
-// Descriptor of a swizzled tile whose 8-row groups follow each other; `panel_stride` joins panels of an operand that is read
-// across its rows (the values: keys are the reduction, latent columns are contiguous).
-__device__ __forceinline__ uint64_t tile_descriptor(uint32_t shared, uint32_t panel_stride) {
-  return static_cast<uint64_t>((shared & 0x3ffff) >> 4) | static_cast<uint64_t>(panel_stride >> 4) << 16 |
-         static_cast<uint64_t>(1024 >> 4) << 32 | static_cast<uint64_t>(1) << 62;
+// The lower half of the descriptor of a swizzled tile whose 8-row groups follow each other; `panel_stride` joins panels of an operand that
+// is read across its rows (the values: keys are the reduction, latent columns are contiguous). Tiles within it are reached by adding
+// bytes / 16. The upper half is the same for all, so the halves are joined only at the instruction: 32-bit additions between products.
+__device__ __forceinline__ uint32_t tile_descriptor(uint32_t shared, uint32_t panel_stride) {
+  return (shared & 0x3ffff) >> 4 | (panel_stride >> 4) << 16;
+}
+__device__ __forceinline__ uint64_t whole_descriptor(uint32_t lower) {
+  constexpr uint32_t kUpper = (1024 >> 4) | 1u << 30;  // bytes from 8 rows to the next, 128-byte swizzle
+  uint64_t whole;
+  asm("mov.b64 %0, {%1, %2};" : "=l"(whole) : "r"(lower), "r"(kUpper));
+  return whole;
 }
 
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
@@ -29,7 +35,7 @@ __device__ __forceinline__ void wgmma_wait() {
 }
 
 // d[64, 64] = a[64, 16] b[64, 16]^T (+ d): both operands with the reduction contiguous.
-__device__ __forceinline__ void wgmma_scores(float (&d)[32], uint64_t a, uint64_t b, int accumulate) {
+__device__ __forceinline__ void wgmma_scores(float (&d)[32], uint32_t a, uint32_t b, int accumulate) {
   asm volatile(
       "{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"
       "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
@@ -41,7 +47,7 @@ __device__ __forceinline__ void wgmma_scores(float (&d)[32], uint64_t a, uint64_
         "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]),
         "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]),
         "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
-      : "l"(a), "l"(b), "r"(accumulate));
+      : "l"(whole_descriptor(a)), "l"(whole_descriptor(b)), "r"(accumulate));
 }
 
 // d[64, 64] = a[64, 16] b[64, 16]^T (+ d), a in registers: a warp's sixteen rows as mma.sync's fragment, d as its fragments of eight columns.
@@ -74,8 +80,9 @@ __device__ __forceinline__ void wgmma_wait(float (&d)[32], uint32_t (&a)[8]) {
       : "memory");
 }
 
-// d[64, 256] = a[64, 16] b[16, 256] (+ d): b with its columns contiguous; a in registers or in shared memory.
-__device__ __forceinline__ void wgmma_values(float (&d)[128], const uint32_t (&a)[4], uint64_t b, int accumulate) {
+// d[64, 256] = a[64, 16] b[16, 256] (+ d): b with its columns contiguous; a in registers or in shared memory. Products
+// with a in registers hold up the warp while they read it.
+__device__ __forceinline__ void wgmma_values(float (&d)[128], const uint32_t (&a)[4], uint32_t b, int accumulate) {
   asm volatile(
       "{\n.reg .pred p;\nsetp.ne.b32 p, %133, 0;\n"
       "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {"
@@ -105,10 +112,10 @@ __device__ __forceinline__ void wgmma_values(float (&d)[128], const uint32_t (&a
         "+f"(d[113]), "+f"(d[114]), "+f"(d[115]), "+f"(d[116]), "+f"(d[117]), "+f"(d[118]), "+f"(d[119]),
         "+f"(d[120]), "+f"(d[121]), "+f"(d[122]), "+f"(d[123]), "+f"(d[124]), "+f"(d[125]), "+f"(d[126]),
         "+f"(d[127])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(whole_descriptor(b)), "r"(accumulate));
 }
 
-__device__ __forceinline__ void wgmma_values(float (&d)[128], uint64_t a, uint64_t b, int accumulate) {
+__device__ __forceinline__ void wgmma_values(float (&d)[128], uint32_t a, uint32_t b, int accumulate) {
   asm volatile(
       "{\n.reg .pred p;\nsetp.ne.b32 p, %130, 0;\n"
       "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {"
@@ -138,7 +145,48 @@ __device__ __forceinline__ void wgmma_values(float (&d)[128], uint64_t a, uint64
         "+f"(d[113]), "+f"(d[114]), "+f"(d[115]), "+f"(d[116]), "+f"(d[117]), "+f"(d[118]), "+f"(d[119]),
         "+f"(d[120]), "+f"(d[121]), "+f"(d[122]), "+f"(d[123]), "+f"(d[124]), "+f"(d[125]), "+f"(d[126]),
         "+f"(d[127])
-      : "l"(a), "l"(b), "r"(accumulate));
+      : "l"(whole_descriptor(a)), "l"(whole_descriptor(b)), "r"(accumulate));
+}
+
+// The same for 128 columns.
+__device__ __forceinline__ void wgmma_values(float (&d)[64], const uint32_t (&a)[4], uint32_t b, int accumulate) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %69, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
+      "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,"
+      "%25,%26,%27,%28,%29,%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,"
+      "%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
+      "}, {%64,%65,%66,%67}, %68, p, 1, 1, 1;\n}\n"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+        "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]),
+        "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]),
+        "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]),
+        "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]),
+        "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]), "+f"(d[41]), "+f"(d[42]),
+        "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]), "+f"(d[49]),
+        "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]), "+f"(d[56]),
+        "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(whole_descriptor(b)), "r"(accumulate));
+}
+
+__device__ __forceinline__ void wgmma_values(float (&d)[64], uint32_t a, uint32_t b, int accumulate) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
+      "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,"
+      "%25,%26,%27,%28,%29,%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,"
+      "%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
+      "}, %64, %65, p, 1, 1, 0, 1;\n}\n"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+        "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]),
+        "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]),
+        "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]),
+        "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]),
+        "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]), "+f"(d[41]), "+f"(d[42]),
+        "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]), "+f"(d[49]),
+        "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]), "+f"(d[56]),
+        "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
+      : "l"(whole_descriptor(a)), "l"(whole_descriptor(b)), "r"(accumulate));
 }
 
 }  // namespace cuda

@@ -115,6 +115,25 @@ def test_a_hundred_trees(cuda: Operations, seed: int) -> None:
         assert (_bits(layer.as_ar(row, tree, kv_len)) == _bits(got[row])).all(), f"{m} rows at {kv_len}, row {row}"
 
 
+@pytest.mark.parametrize("power", [-100, -40, 0, 40, 110])
+def test_latents_of_any_size(cuda: Operations, power: int) -> None:
+    """Splits leave sums of 16 bits, scaled: as near at every magnitude, and where a head's columns differ by 2^20."""
+    rng = np.random.default_rng(7)
+    kv_len, m = 900, 3
+    layer, tree = Layer(cuda, 64, m, kv_len + m), random_tree(rng, m)
+    layer.q_lat.zero_()
+    layer.latent.mul_(2.0**power)
+    layer.latent[:, ::3].mul_(2.0**-20)
+    got = layer.attend(list(range(m)), tree, kv_len)
+    for row in range(m):
+        want, out = _exact(layer, row, tree, kv_len), got[row].view(torch.bfloat16).double()
+        for columns in (slice(0, None, 3), slice(1, None, 3)):
+            unit = want[:, columns].abs().max()
+            part = want[:, columns] / unit
+            error = ((out[:, columns] / unit - part) ** 2).mean() / (part**2).mean()
+            assert float(error) < 3e-5, f"row {row}: {float(error):.2e}"
+
+
 def test_rows_that_do_not_count_are_left_alone(cuda: Operations) -> None:
     rng = np.random.default_rng(0)
     layer, tree = Layer(cuda, 64, 12, 300), random_tree(rng, 12)

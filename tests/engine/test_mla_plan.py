@@ -43,6 +43,8 @@ int main(int argc, char** argv) {
     }
   }
   std::printf("\\n");
+  for (int units : {1, 8, 16, 33, 34, 64, 1024}) std::printf("%d ", kdtree::column_parts(units, 132));
+  std::printf("\\n");
   const kdtree::Numerics kinds[] = {kdtree::Numerics::kF32, kdtree::Numerics::kBf16};
   for (auto kind : kinds) {
     for (int rank : {64, 512}) {
@@ -108,6 +110,11 @@ def test_a_plan_knows_the_scratch(output: list[str]) -> None:
     assert list(map(int, output[len(LENGTHS) + 1].split())) == [
         plan.hopper_scratch(config, h, k, r) for h, r, k in sizes
     ]
+
+
+def test_units_are_shared_where_blocks_are_left(output: list[str]) -> None:
+    """At 132 multiprocessors: one row of 1024 keys has 8 units and of 4096 16, 16 rows of 1024 have 128."""
+    assert output[-2].split() == ["2", "2", "2", "2", "1", "1", "1"]
 
 
 def test_kernels_by_shape(output: list[str]) -> None:

@@ -1,0 +1,161 @@
+// What a block of Hopper's MLA attention consists of: units of work, shared memory, barriers, and the instructions that neither copying
+// nor computing has alone. mla_hopper.cuh says how the whole works.
+#pragma once
+#include <cuda.h>
+#include <cuda_bf16.h>
+
+#include "mla_fold.cuh"
+#include "wgmma.cuh"
+
+namespace kdtree {
+namespace cuda {
+
+constexpr int kHopperRank = kPartRank, kHopperRope = 64, kHopperHeads = kPartHeads;
+constexpr int kHopperThreads = 384;
+constexpr int kGroup = 128;  // threads of a warpgroup
+constexpr int kPanels = (kHopperRank + kHopperRope) / 64;
+constexpr int kHalfPanels = kHopperRank / 64 / 2;  // of a half of the latent columns
+constexpr int kTileBytes = kPanels * 64 * 128;
+constexpr int kRopePanel = kPanels - 1;
+constexpr int kGatherers = 64;  // threads
+
+struct HopperParams {
+  CUtensorMap q_lat, q_rope;    // [M, heads, 512], [M, heads, 64]: boxes of a row, 64 heads, 64 columns
+  CUtensorMap latents, k_ropes;  // what the next two point to: boxes of 64 slots, 64 columns
+  const __nv_bfloat16* latent;  // [slots, 512]
+  const __nv_bfloat16* k_rope;  // [slots, 64]
+  MlaParts parts;               // out
+  const int32_t* path;
+  int path_stride;
+  float scale_log2;  // softmax scale * log2(e)
+  int heads, splits, slots;
+  int multiprocessors;
+};
+
+struct HopperShared {
+  unsigned char q[kTileBytes];
+  unsigned char keys[2][kTileBytes];
+  int32_t depths[kHopperThreads];  // of the first rows, which come together with the state and not after it
+  float top[2][kHopperHeads];  // running maximum after the last even and the last odd chunk
+  unsigned long long q_full[kPanels], q_empty;
+  unsigned long long full[2][kPanels];  // [buffer]
+  unsigned long long empty[2][2];       // [buffer][warpgroup]
+  unsigned long long gather[2][2];      // [buffer][half of the latent columns]: free, and to be filled by the gatherers
+};
+
+// A unit: chunks first .. first + steps - 1 of a row, for 64 of its heads.
+struct HopperUnit {
+  int row, first_head, split, keys, first, steps;
+};
+
+// False where the row has no such split.
+__device__ __forceinline__ bool take_unit(const HopperParams& p, const HopperShared& s, int index, int n_rows, int kv_len, HopperUnit& u) {
+  const int row_blocks = p.parts.rows * p.parts.head_blocks, row_block = index % row_blocks;
+  u.split = index / row_blocks;
+  const int row = row_block / p.parts.head_blocks;
+  u.row = p.parts.first_row + row;
+  u.first_head = row_block % p.parts.head_blocks * kHopperHeads;
+  if (u.row >= n_rows) return false;
+  u.keys = kv_len + (row < kHopperThreads ? s.depths[row] : p.parts.depths[u.row]) + 1;
+  const int chunks = (u.keys + kKeyChunk - 1) / kKeyChunk, length = split_chunks(u.keys);
+  u.first = u.split * length;
+  u.steps = min(length, chunks - u.first);
+  return u.steps > 0;
+}
+
+// Blocks that share a unit.
+__device__ __forceinline__ int parts_of(const HopperParams& p, int n_rows, int kv_len) {
+  const int units = splits_of(kv_len + 1) * n_rows * p.parts.head_blocks, parts = column_parts(units, p.multiprocessors);
+  return units * parts <= static_cast<int>(gridDim.x) ? parts : 1;
+}
+
+__device__ __forceinline__ int units_of(const HopperParams& p) { return p.splits * p.parts.rows * p.parts.head_blocks; }
+
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+
+__device__ __forceinline__ uint32_t shared_address(const void* p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
+
+__device__ __forceinline__ void barrier_init(unsigned long long* b, int count) {
+  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(b)), "r"(count) : "memory");
+}
+__device__ __forceinline__ void barrier_arrive(unsigned long long* b) {
+  asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(shared_address(b)) : "memory");
+}
+// Arrives, and so many bytes of the bulk copy engine are still to come.
+__device__ __forceinline__ void barrier_expect(unsigned long long* b, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(b)), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void barrier_wait(unsigned long long* b, int parity) {
+  asm volatile(
+      "{\n.reg .pred p;\nwait:\nmbarrier.try_wait.parity.shared.b64 p, [%0], %1;\n@p bra done;\nbra wait;\ndone:\n}\n" ::"r"(
+          shared_address(b)),
+      "r"(parity)
+      : "memory");
+}
+template <int ID, int THREADS>
+__device__ __forceinline__ void meet() {
+  asm volatile("bar.sync %0, %1;" ::"n"(ID), "n"(THREADS) : "memory");
+}
+template <int ID, int THREADS>
+__device__ __forceinline__ void signal() {
+  asm volatile("bar.arrive %0, %1;" ::"n"(ID), "n"(THREADS) : "memory");
+}
+// Makes this thread's ordinary writes to shared memory seen by the tensor cores of whoever is told of them afterwards.
+__device__ __forceinline__ void fence_tensor_cores() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+constexpr int kMeetEven = 1, kMeetOdd = 2, kEvenReady = 3, kOddReady = 4, kGathered = 5;
+
+__device__ __forceinline__ void copy16(uint32_t to, const void* from, bool there) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(there ? 16 : 0) : "memory");
+}
+// A panel by the bulk copy engine.
+__device__ __forceinline__ void copy_box(const CUtensorMap& map, uint32_t to, unsigned long long* full, int column, int slot) {
+  asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(to),
+               "l"(&map), "r"(shared_address(full)), "r"(column), "r"(slot)
+               : "memory");
+}
+__device__ __forceinline__ void copy_box(const CUtensorMap& map, uint32_t to, unsigned long long* full, int column, int head, int row) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];" ::"r"(to),
+      "l"(&map), "r"(shared_address(full)), "r"(column), "r"(head), "r"(row)
+      : "memory");
+}
+__device__ __forceinline__ void fetch_map(const CUtensorMap& map) { asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory"); }
+__device__ __forceinline__ void fetch_to_l2(const void* from, int bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ float exp2_fast(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+__device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
+  uint32_t r;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+  return r;
+}
+
+__device__ __forceinline__ uint32_t pack_half(float low, float high) {
+  uint32_t r;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+  return r;
+}
+
+// Four 8 x 8 matrices of a warp into shared memory, as products hold them; `row` is that of this lane: row lane % 8 of matrix lane / 8.
+__device__ __forceinline__ void store_matrices(uint32_t row, const uint32_t (&m)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row), "r"(m[0]), "r"(m[1]), "r"(m[2]), "r"(m[3])
+               : "memory");
+}
+
+__device__ __forceinline__ void load_matrices(uint32_t (&m)[4], uint32_t row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
+               : "r"(row)
+               : "memory");
+}
+
+#endif  // __CUDA_ARCH_FEAT_SM90_ALL
+
+}  // namespace cuda
+}  // namespace kdtree
