@@ -1,11 +1,15 @@
 // tree_build: the DDTree of a round (arXiv 2604.12989, Algorithm 1), bit for bit the tree of docs/model.md.
 //
-//   rank: a block a depth and segment of 4096 logits: its share of the log-sum-exp and its K best tokens.
-//   merge: with more than one segment, a block a depth: the depth's log-sum-exp and K best from those of the segments.
-//   grow: one block: a thread pops and pushes the heap in shared memory, then all threads write the rows.
-// Bytes: L*V logits once (later passes of the selection hit L1). Bound by latency for small vocabularies.
+//   rank: a block a depth and `group` segments of 4096 logits: their shares of the log-sum-exp and their K best tokens.
+//   merge: with more than one block a depth, a block a depth: its log-sum-exp and K best from those of the segments.
+//   grow: one block: a warp grows the tree in registers, or a thread pops and pushes a heap, then all threads write the rows.
+// Bytes: L*V logits once. Bound by latency for small vocabularies.
+#include <algorithm>
+
 #include "backend.h"
 #include "fault.cuh"
+#include "tree_grow.cuh"
+#include "tree_radix.cuh"
 #include "tree_rank.cuh"
 
 namespace kdtree {
@@ -13,77 +17,184 @@ namespace {
 
 using namespace cuda;
 
-// A depth's result: tokens and log-probabilities of its best keys.
-__device__ void publish(const TreePlan& plan, int depth, const Key* keys, int n, float lse) {
-  for (int i = threadIdx.x; i < n; i += kTreeThreads) {
-    plan.tokens[depth * plan.best + i] = token_of(keys[i]);
-    plan.log_prob[depth * plan.best + i] = __fsub_rn(logit_of(keys[i]), lse);
+constexpr int kMergeThreads = kTreeThreads + kWarp;  // the last warp forms the log-sum-exp meanwhile
+constexpr int kMergeKeys = 4096;                     // of all lists of a depth, what merge_kernel has shared memory for
+
+__device__ __forceinline__ double surprisal_of(Key key, float lse) { return fabs(static_cast<double>(__fsub_rn(logit_of(key), lse))); }
+
+// A depth's result from its sorted keys, by the first `threads` of a block. top: its greatest logit.
+__device__ void publish(const TreePlan& plan, int depth, const Key* keys, int found, float lse, float top, int threads) {
+  const int at = depth * (plan.best + 1);
+  for (int i = threadIdx.x; i <= plan.best; i += threads) {
+    const Key key = i < found ? keys[i] : 0;
+    plan.tokens[at + i] = token_of(key);
+    plan.surprisal[at + i] = key != 0 ? surprisal_of(key, lse) : __longlong_as_double(-1);
   }
-  if (threadIdx.x == 0) plan.count[depth] = n;
+  if (threadIdx.x == 0) plan.bad[depth] = top < INFINITY ? 0 : 1;
 }
 
-template <bool FEW>
-__global__ __launch_bounds__(kTreeThreads, FEW ? 5 : 1) void rank_kernel(TreeBuildArgs a, TreePlan plan) {
-  extern __shared__ Key keys[];
+__global__ __launch_bounds__(kRankGroups * kRankThreads, 1) void rank_kernel(TreeBuildArgs a, TreePlan plan) {
   __shared__ RankShared s;
   wait_for_previous();
-  const int segment = blockIdx.x, depth = blockIdx.y, begin = segment * kTreeSegment;
-  if (depth >= depth_limit(a)) return;
-  const float* x = draft_row(a, depth) + begin;
-  const int n = min(kTreeSegment, a.vocab - begin), cell = depth * plan.segments + segment;
-  const SegmentShare share(x, n);
+  const int depth = blockIdx.y;
+  const StateRead state(a.state);
+  if (depth >= state.limit(a)) return;
+  const Team block{static_cast<int>(blockDim.x), 0};
+  const int group = threadIdx.x / kRankThreads, t = threadIdx.x % kRankThreads, warp = threadIdx.x / kWarp;
+  const Team sharers{kRankThreads, 1 + group};
+  const int segment = blockIdx.x * plan.group + group, begin = segment * kTreeSegment;
+  const SegmentShare share(a.draft + static_cast<size_t>(state.first() + depth) * a.vocab + begin, min(max(a.vocab - begin, 0), kTreeSegment), t);
   float top = -INFINITY;
-  int bad = 0;
 #pragma unroll
-  for (int j = 0; j < kTreeShare; ++j) {
-    bad |= share.x[j] < INFINITY ? 0 : 1;
-    top = fmaxf(top, share.x[j]);
+  for (int j = 0; j < kRankShare; ++j) top = max_or_nan(top, share.x[j]);
+  const uint32_t order = order_of_logit(top), warp_top = __reduce_max_sync(kAll, order);
+  const uint32_t least = warp_bound(top > -INFINITY ? order : 0u, plan.rounds);
+  if (threadIdx.x % kWarp == 0) s.top[warp] = warp_top, s.least[warp] = least;
+  if (threadIdx.x == 0) s.candidates.length = 0;
+  sharers.sync();
+  const uint32_t* tops = s.top + group * (kRankThreads / kWarp);
+  top = logit_of_order(max(max(tops[0], tops[1]), max(tops[2], tops[3])));
+  const float sum = top > -INFINITY && top < INFINITY ? segment_sum(share, top, s.lane[group], sharers, t) : 0.f;
+  if (t == 0) {
+    s.tops[group] = top, s.sums[group] = sum;
+    if (segment < plan.segments) plan.tops[depth * plan.segments + segment] = top, plan.sums[depth * plan.segments + segment] = sum;
   }
-  top = warp_max(top);
-  if (threadIdx.x % kWarp == 0) s.warp_top[threadIdx.x / kWarp] = top;
-  bad = __syncthreads_or(bad);
+  block.sync();
+  rank_share(block, share, begin + t, plan.best, s);
+  if (plan.lists == 1) {
+    const float lse = row_lse(s.tops, s.sums, plan.segments, top);
+    publish(plan, depth, s.sorted, plan.best, lse, top, block.threads);
+    return;
+  }
+  Key* out = plan.keys + (static_cast<size_t>(depth) * plan.lists + blockIdx.x) * plan.best;
+  for (int i = threadIdx.x; i < plan.best; i += block.threads) out[i] = s.sorted[i];
+}
+
+// The keys of a depth's lists, brought to shared memory by a team.
+__device__ void fetch_lists(const Team& team, const TreePlan& plan, int depth, Key* keys) {
+  constexpr int kAhead = 4;
+  const int n = plan.lists * plan.best;
+  const Key* lists = plan.keys + static_cast<size_t>(depth) * n;
+  for (int base = team.thread(); base < n; base += kAhead * team.threads) {
+    Key key[kAhead];
 #pragma unroll
-  for (int w = 0; w < kTreeWarps; ++w) top = fmaxf(top, s.warp_top[w]);
-  const bool empty = bad != 0 || !(top > -INFINITY);
-  const float sum = empty ? 0.f : segment_sum(share, top, s);
-  if (threadIdx.x == 0) plan.tops[cell] = top, plan.sums[cell] = sum, plan.bad[cell] = bad;
-  const int wanted = min(plan.best, n);
-  int found = 0;
-  if (!empty) {
-    if constexpr (FEW) {
-      SegmentKeys own(share, begin);
-      found = best_of_shares(own, wanted, keys, s);
-    } else {
-      found = best_keys([&](int i) { return x[i] > -INFINITY ? key_of(x[i], begin + i) : Key{0}; }, n, wanted, keys, s);
+    for (int i = 0; i < kAhead; ++i) key[i] = base + i * team.threads < n ? lists[base + i * team.threads] : 0;
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) {
+      if (base + i * team.threads < n) keys[base + i * team.threads] = key[i];
     }
   }
-  if (plan.segments == 1) {
-    __syncthreads();  // thread 0's sum is there for the whole block
-    publish(plan, depth, keys, found, found > 0 ? row_lse(plan.tops + cell, plan.sums + cell, 1, s) : 0.f);
+}
+
+// The `best` greatest keys of some sorted lists, in order, into `sorted`; by the team that has fetched them. c.length is 0 before.
+__device__ void merge_lists(const Team& team, const Key* keys, int lists, int best, Candidates& c, Key* sorted) {
+  // As many keys of every list as are together enough reach the least of those lists' last.
+  const int n = lists * best, part = (best + lists - 1) / lists;
+  Key bound = ~Key{0};
+  for (int i = team.thread() % kWarp; i < lists; i += kWarp) bound = min(bound, keys[i * best + part - 1]);
+  bound = static_cast<Key>(__reduce_min_sync(kAll, static_cast<uint32_t>(bound >> 32))) << 32;
+  for (int i = team.thread(); i < n; i += team.threads) {
+    if (keys[i] >= bound && keys[i] != 0) {
+      const int at = atomicAdd(&c.length, 1);
+      if (at < kCandidates) c.key[at] = keys[i];
+    }
+  }
+  team.sync();
+  if (c.length > kCandidates) {
+    bound = exact_bound(team, best, c, [&](Key raised) {
+      int reach = 0;
+      for (int i = team.thread(); i < n; i += team.threads) reach += keys[i] >= raised ? 1 : 0;
+      return reach;
+    });
+    if (team.thread() == 0) c.length = 0;
+    team.sync();
+    for (int i = team.thread(); i < n; i += team.threads) {
+      if (keys[i] != 0 && keys[i] >= bound) c.key[atomicAdd(&c.length, 1)] = keys[i];
+    }
+    team.sync();
+  }
+  sort_candidates(team, c, best, sorted);
+}
+
+__global__ __launch_bounds__(kMergeThreads, 1) void merge_kernel(TreeBuildArgs a, TreePlan plan) {
+  extern __shared__ __align__(16) char shared[];
+  __shared__ Candidates candidates;
+  __shared__ Key sorted[kFewBest];
+  __shared__ float row_sum, row_top;
+  Key* keys = reinterpret_cast<Key*>(shared);
+  wait_for_previous();
+  const int depth = blockIdx.x;
+  const StateRead state(a.state);
+  const size_t cell = static_cast<size_t>(depth) * plan.segments;
+  if (threadIdx.x >= kTreeThreads) {
+    float top;
+    const float lse = row_lse(plan.tops + cell, plan.sums + cell, plan.segments, top);
+    if (threadIdx.x % kWarp == 0) row_sum = lse, row_top = top;
+  } else {
+    const Team team{kTreeThreads, 1};
+    if (threadIdx.x == 0) candidates.length = 0;
+    fetch_lists(team, plan, depth, keys);
+    team.sync();
+    merge_lists(team, keys, plan.lists, plan.best, candidates, sorted);
+  }
+  __syncthreads();
+  if (depth < state.limit(a)) publish(plan, depth, sorted, plan.best, row_sum, row_top, kMergeThreads);
+}
+
+// The same for trees that rank more than kFewBest tokens a depth: a block a segment, then a block a depth.
+__global__ __launch_bounds__(kTreeThreads) void rank_many_kernel(TreeBuildArgs a, TreePlan plan) {
+  extern __shared__ Key keys[];
+  __shared__ RadixShared s;
+  wait_for_previous();
+  const int segment = blockIdx.x, depth = blockIdx.y, begin = segment * kTreeSegment, t = threadIdx.x;
+  const StateRead state(a.state);
+  if (depth >= state.limit(a)) return;
+  const float* x = a.draft + static_cast<size_t>(state.first() + depth) * a.vocab + begin;
+  const int n = min(kTreeSegment, a.vocab - begin), cell = depth * plan.segments + segment;
+  float top = -INFINITY;
+  for (int i = t; i < n; i += kTreeThreads) top = max_or_nan(top, x[i]);
+#pragma unroll
+  for (int mask = kWarp / 2; mask > 0; mask /= 2) top = max_or_nan(top, __shfl_xor_sync(kAll, top, mask));
+  if (t % kWarp == 0) s.warp_top[t / kWarp] = top;
+  __syncthreads();
+#pragma unroll
+  for (int w = 0; w < kTreeWarps; ++w) top = max_or_nan(top, s.warp_top[w]);
+  const bool empty = !(top > -INFINITY && top < INFINITY);
+  float sum = 0.f;
+  if (!empty) {
+    for (int i = t; i < n; i += kTreeThreads) sum = __fadd_rn(sum, exp32(__fsub_rn(x[i], top)));
+  }
+  s.lane[t] = sum;
+  for (int h = kTreeLanes / 2; h > 0; h /= 2) {
+    __syncthreads();
+    if (t < h) s.lane[t] = __fadd_rn(s.lane[t], s.lane[t + h]);
+  }
+  if (t == 0) plan.tops[cell] = top, plan.sums[cell] = s.lane[0], s.top = top;
+  const int wanted = min(plan.best, n);
+  int found = 0;
+  if (!empty) found = best_keys([&](int i) { return x[i] > -INFINITY ? key_of(x[i], begin + i) : Key{0}; }, n, wanted, keys, s);
+  __syncthreads();
+  if (plan.lists == 1) {
+    const float lse = row_lse(&s.top, s.lane, 1, top);
+    publish(plan, depth, keys, found, lse, top, kTreeThreads);
     return;
   }
   Key* out = plan.keys + static_cast<size_t>(cell) * plan.best;
-  for (int i = threadIdx.x; i < plan.best; i += kTreeThreads) out[i] = i < found ? keys[i] : 0;
+  for (int i = t; i < plan.best; i += kTreeThreads) out[i] = i < found ? keys[i] : 0;
 }
 
-template <bool FEW>
-__global__ __launch_bounds__(kTreeThreads) void merge_kernel(TreeBuildArgs a, TreePlan plan) {
+__global__ __launch_bounds__(kTreeThreads) void merge_many_kernel(TreeBuildArgs a, TreePlan plan) {
   extern __shared__ Key keys[];
-  __shared__ RankShared s;
+  __shared__ RadixShared s;
   wait_for_previous();
   const int depth = blockIdx.x;
-  if (depth >= depth_limit(a)) return;
+  if (depth >= StateRead(a.state).limit(a)) return;
   const size_t cell = static_cast<size_t>(depth) * plan.segments;
   const Key* in = plan.keys + cell * plan.best;
-  const int n = plan.segments * plan.best;
-  int found;
-  if constexpr (FEW) {
-    ListShare share(in, plan.segments, plan.best);
-    found = best_of_shares(share, plan.best, keys, s);
-  } else {
-    found = best_keys([&](int i) { return in[i]; }, n, plan.best, keys, s);
-  }
-  publish(plan, depth, keys, found, found > 0 ? row_lse(plan.tops + cell, plan.sums + cell, plan.segments, s) : 0.f);
+  const int found = best_keys([&](int i) { return in[i]; }, plan.segments * plan.best, plan.best, keys, s);
+  float top;
+  const float lse = row_lse(plan.tops + cell, plan.sums + cell, plan.segments, top);
+  publish(plan, depth, keys, found, lse, top, kTreeThreads);
 }
 
 // A node that may join the tree: the rank-th token of the level below `parent`.
@@ -151,9 +262,10 @@ __device__ int grow(const TreePlan& plan, Growth& g, int depths, int rows) {
   g.score[0] = 0.0, g.parent[0] = -1, g.rank[0] = 0, g.depth[0] = 0;
   const auto candidate = [&](int parent, int rank, Candidate& c) {
     const int level = g.depth[parent];
-    if (level >= depths || rank >= plan.count[level]) return false;
-    c = {__dadd_rn(g.score[parent], static_cast<double>(plan.log_prob[level * plan.best + rank])), parent, rank};
-    return true;
+    if (level >= depths) return false;
+    const double surprisal = plan.surprisal[level * (plan.best + 1) + rank];
+    c = {__dsub_rn(g.score[parent], surprisal), parent, rank};
+    return surprisal == surprisal;
   };
   int waiting = 0, n = 1;
   Candidate c;
@@ -174,85 +286,6 @@ __device__ int grow(const TreePlan& plan, Growth& g, int depths, int rows) {
   return n;
 }
 
-// A score as a number whose order is that of the scores; 0 is no score.
-__device__ __forceinline__ Key order_of(double score) {
-  const Key bits = static_cast<Key>(__double_as_longlong(__dadd_rn(score, 0.0)));  // -0 becomes +0
-  return bits >> 63 ? ~bits : bits | Key{1} << 63;
-}
-__device__ __forceinline__ double score_of(Key order) {
-  return __longlong_as_double(static_cast<long long>(order >> 63 ? order & ~(Key{1} << 63) : ~order));
-}
-
-// The same for small trees, by one warp. A node's next child waits in a register of the lane that keeps the node (node i: lane i % 32,
-// place i / 32), so a pop is the warp's maximum, and what it frees and what it adds are formed side by side.
-template <int PLACES>
-__device__ int grow_in_registers(const TreePlan& plan, const Growth& g, const float* log_prob, const int32_t* count, int depths,
-                                 int rows) {
-  const int lane = threadIdx.x % kWarp;
-  Key order[PLACES];
-  int next[PLACES];  // rank of the waiting child, and from bit 12 the node's depth
-#pragma unroll
-  for (int i = 0; i < PLACES; ++i) order[i] = 0, next[i] = 0;
-  const auto waiting = [](int packed, int keeper) { return Candidate{0.0, (packed >> 24) * kWarp + keeper, packed & 0xfff}; };
-  const auto child = [&](double score, int level, int rank) {
-    const bool there = level < depths && rank < count[level];
-    return there ? order_of(__dadd_rn(score, static_cast<double>(log_prob[level * plan.best + rank]))) : Key{0};
-  };
-  if (lane == 0) {
-    g.score[0] = 0.0, g.parent[0] = -1, g.rank[0] = 0, g.depth[0] = 0;
-    order[0] = child(0.0, 0, 0);
-  }
-  int n = 1;
-  while (n < rows) {
-    __syncwarp();  // what lane 0 wrote of the last node is seen
-    Key top = order[0];
-    int mine = next[0];  // and from bit 24 the place
-#pragma unroll
-    for (int i = 1; i < PLACES; ++i) {
-      const int other = next[i] | i << 24;
-      if (order[i] > top || (order[i] == top && top != 0 && g.path_before(waiting(other, lane), waiting(mine, lane)))) {
-        top = order[i], mine = other;
-      }
-    }
-    const uint32_t high = __reduce_max_sync(kAll, static_cast<uint32_t>(top >> 32));
-    const uint32_t low = __reduce_max_sync(kAll, top >> 32 == high ? static_cast<uint32_t>(top) : 0u);
-    const Key best = static_cast<Key>(high) << 32 | low;
-    if (best == 0) break;
-    unsigned winners = __ballot_sync(kAll, top == best);
-    int owner = __ffs(static_cast<int>(winners)) - 1;
-    int chosen = __shfl_sync(kAll, mine, owner);
-    for (winners &= winners - 1; winners != 0; winners &= winners - 1) {  // equal scores: the path that comes first
-      const int other = __ffs(static_cast<int>(winners)) - 1, candidate = __shfl_sync(kAll, mine, other);
-      if (g.path_before(waiting(candidate, other), waiting(chosen, owner))) owner = other, chosen = candidate;
-    }
-    const Candidate pop = waiting(chosen, owner);
-    const int parent = pop.parent, rank = pop.rank, level = chosen >> 12 & 0xfff;
-    const double score = score_of(best);
-    const Key sibling = child(g.score[parent], level, rank + 1), first = child(score, level + 1, 0);
-    if (lane == 0) g.score[n] = score, g.parent[n] = parent, g.rank[n] = rank, g.depth[n] = level + 1;
-#pragma unroll
-    for (int i = 0; i < PLACES; ++i) {
-      if (parent == i * kWarp + lane) order[i] = sibling, next[i] = level << 12 | (rank + 1);
-      if (n == i * kWarp + lane) order[i] = first, next[i] = (level + 1) << 12;
-    }
-    ++n;
-  }
-  __syncwarp();
-  return n;
-}
-
-constexpr int kRegisterRows = 4 * kWarp;  // rows of a tree that grow_in_registers takes
-
-// Shared memory of the growing block: the tree, then, where it grows in registers, every depth's log-probabilities and counts.
-size_t grow_shared(const TreeBuildArgs& a, const TreePlan& plan) {
-  const size_t ranks = a.budget < kRegisterRows ? (static_cast<size_t>(plan.best) + 1) * plan.depths * sizeof(float) : 0;
-  return Growth::bytes(a.budget) + ranks;
-}
-// Deeper than this a tree of few rows does not reach; the table stays within what any device gives a block.
-bool grows_in_registers(const TreeBuildArgs& a, const TreePlan& plan) {
-  return a.budget < kRegisterRows && grow_shared(a, plan) <= (64u << 10);
-}
-
 // The first rows of a best-first tree, as many as make expected accepted rows over cost greatest. Thread 0 alone.
 __device__ int rows_worth_their_cost(const double* scores, int n, const double* costs) {
   double expected = 1.0, best = 1.0 / costs[0];
@@ -265,54 +298,211 @@ __device__ int rows_worth_their_cost(const double* scores, int n, const double* 
   return kept;
 }
 
-__global__ __launch_bounds__(kTreeThreads, 1) void grow_kernel(TreeBuildArgs a, TreePlan plan, bool in_registers) {
+// The lowest depth with a NaN or +inf of those that a lane looks at, which are all of them in a warp; no depth if there is none.
+// flag: bad[lane], read ahead.
+__device__ int first_bad(const TreePlan& plan, int flag) {
+  int depth = threadIdx.x % kWarp;
+  while (flag == 0 && depth < plan.depths) depth += kWarp, flag = depth < plan.depths ? plan.bad[depth] : 0;
+  return flag != 0 ? depth : INT32_MAX;
+}
+__device__ __forceinline__ int first_flag(const TreePlan& plan) {
+  const int lane = threadIdx.x % kWarp;
+  return lane < plan.depths ? plan.bad[lane] : 0;
+}
+
+// Thread 0, between growing and writing: the fault if there is one, the cut. Returns the rows of the step.
+__device__ int conclude(const TreeBuildArgs& a, int limit, int bad, int n, const double* scores) {
+  if (bad < limit) record_fault(a.state, kFaultDraftNonFinite, 0, bad + 1);
+  if (a.costs != nullptr) n = rows_worth_their_cost(scores, n, a.costs);
+  a.state->n_rows = n;
+  return n;
+}
+
+__device__ void write_row(const TreeBuildArgs& a, int m, int token, int parent, int depth, double score) {
+  a.rows.tokens[m] = token;
+  a.rows.parents[m] = parent;
+  a.rows.depths[m] = depth;
+  a.scores[m] = score;
+}
+
+__global__ __launch_bounds__(kTreeThreads, 1) void grow_heap_kernel(TreeBuildArgs a, TreePlan plan) {
   extern __shared__ __align__(16) char shared[];
-  __shared__ int depths, n_rows, worst;
+  __shared__ int n_rows;
   wait_for_previous();
   Growth g(shared, a.budget);
-  float* log_prob = reinterpret_cast<float*>(shared + Growth::bytes(a.budget));
-  int32_t* count = reinterpret_cast<int32_t*>(log_prob + plan.depths * plan.best);
-  const int limit = depth_limit(a);
-  if (threadIdx.x == 0) depths = limit, worst = INT32_MAX;
-  if (in_registers) {
-    for (int i = threadIdx.x; i < limit * plan.best; i += kTreeThreads) log_prob[i] = plan.log_prob[i];
-    for (int i = threadIdx.x; i < limit; i += kTreeThreads) count[i] = plan.count[i];
-  }
-  // The lowest depth with a NaN or +inf, if any.
-  int bad = INT32_MAX;
-  for (int i = threadIdx.x; i < limit * plan.segments; i += kTreeThreads) {
-    if (plan.bad[i]) bad = min(bad, i / plan.segments);
-  }
-  __syncthreads();
-  if (bad != INT32_MAX) atomicMin(&worst, bad);
-  __syncthreads();
   if (threadIdx.x < kWarp) {
-    const bool broken = worst != INT32_MAX;
-    const int levels = broken ? 0 : depths, rows = min(a.budget + 1, a.rows.max_rows);
-    int n = 0;
-    if (in_registers) {
-      n = a.budget < kWarp       ? grow_in_registers<1>(plan, g, log_prob, count, levels, rows)
-          : a.budget < 3 * kWarp ? grow_in_registers<3>(plan, g, log_prob, count, levels, rows)
-                                 : grow_in_registers<4>(plan, g, log_prob, count, levels, rows);
-    } else if (threadIdx.x == 0) {
-      n = grow(plan, g, levels, rows);
-    }
+    const int limit = StateRead(a.state).limit(a), bad = __reduce_min_sync(kAll, first_bad(plan, first_flag(plan)));
     if (threadIdx.x == 0) {
-      if (broken) record_fault(a.state, kFaultDraftNonFinite, 0, worst + 1);
-      if (a.costs != nullptr) n = rows_worth_their_cost(g.score, n, a.costs);
-      a.state->n_rows = n_rows = n;
+      const int n = grow(plan, g, bad < limit ? 0 : limit, min(a.budget + 1, a.rows.max_rows));
+      n_rows = conclude(a, limit, bad, n, g.score);
     }
   }
   __syncthreads();
   for (int m = threadIdx.x; m < n_rows; m += kTreeThreads) {
     const int depth = g.depth[m];
-    a.rows.tokens[m] = m == 0 ? a.state->bonus : plan.tokens[(depth - 1) * plan.best + g.rank[m]];
-    a.rows.parents[m] = g.parent[m];
-    a.rows.depths[m] = depth;
-    a.scores[m] = g.score[m];
+    write_row(a, m, m == 0 ? a.state->bonus : plan.tokens[(depth - 1) * (plan.best + 1) + g.rank[m]], g.parent[m], depth, g.score[m]);
     int32_t* path = a.rows.path + static_cast<size_t>(m) * a.rows.path_stride;
     for (int row = m, d = depth; d >= 0; --d, row = g.parent[row]) path[d] = row;
   }
+}
+
+// The table's rows: every depth's surprisals, and two of NaN below the last that may be used.
+size_t table_entries(const TreePlan& plan) { return (static_cast<size_t>(plan.depths) + 2) * (plan.best + 1); }
+size_t grow_shared(const TreePlan& plan) { return table_entries(plan) * (sizeof(double) + sizeof(int32_t)); }
+bool grows_in_registers(const TreeBuildArgs& a, const TreePlan& plan) {
+  return a.budget < kGrownRows && grow_shared(plan) <= (96u << 10);
+}
+
+// Shared memory of a block that grows a tree in registers, beside its table.
+struct GrowShared {
+  uint32_t nodes[kGrownRows];
+  double scores[kGrownRows];
+  int n_rows;
+};
+
+// By a whole block, which has filled the table: grows the tree and writes its rows. bad: the lowest depth that cannot be ranked, in the
+// first warp. tokens: [depths, width].
+__device__ void grow_rows(const TreeBuildArgs& a, const StateRead& state, int bad, const double* table, const int32_t* tokens, int width,
+                          GrowShared& s) {
+  if (threadIdx.x < kWarp) {
+    const int limit = state.limit(a);
+    const int n = bad < limit ? 1 : grow_in_registers(table, width, min(a.budget + 1, a.rows.max_rows), s.nodes, s.scores);
+    for (int m = threadIdx.x; m < n; m += kWarp) s.scores[m] = m == 0 ? 0.0 : __dsub_rn(0.0, s.scores[m]);  // no -0
+    __syncwarp();
+    if (threadIdx.x == 0) s.n_rows = conclude(a, limit, bad, n, s.scores);
+  }
+  __syncthreads();
+  for (int m = threadIdx.x; m < s.n_rows; m += blockDim.x) {
+    const uint32_t node = s.nodes[m];
+    const int depth = m == 0 ? 0 : level_of(node) / width + 1;
+    const int token = m == 0 ? state.bonus : tokens[level_of(node) + rank_of(node)];
+    write_row(a, m, token, m == 0 ? -1 : parent_of(node), depth, s.scores[m]);
+    int32_t* path = a.rows.path + static_cast<size_t>(m) * a.rows.path_stride;
+    path[depth] = m;
+    for (int row = m, d = depth - 1; d >= 0; --d) path[d] = row = parent_of(s.nodes[row]);
+  }
+}
+
+__global__ __launch_bounds__(kTreeThreads, 1) void grow_kernel(TreeBuildArgs a, TreePlan plan) {
+  extern __shared__ __align__(16) char shared[];
+  __shared__ GrowShared s;
+  constexpr int kAhead = 8;
+  const int width = plan.best + 1, given = plan.depths * width, entries = given + 2 * width;
+  double* table = reinterpret_cast<double*>(shared);
+  int32_t* tokens = reinterpret_cast<int32_t*>(table + entries);
+  wait_for_previous();
+  const StateRead state(a.state);
+  const int flag = first_flag(plan);
+  for (int base = threadIdx.x; base < entries; base += kAhead * kTreeThreads) {
+    double surprisal[kAhead];
+    int32_t token[kAhead];
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) {  // what lies below the limit is not used, but to wait for the limit first would take longer
+      const int at = base + i * kTreeThreads;
+      surprisal[i] = at < given ? plan.surprisal[at] : 0.0, token[i] = at < given ? plan.tokens[at] : 0;
+    }
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) {
+      const int at = base + i * kTreeThreads;
+      if (at < entries) table[at] = at < state.limit(a) * width ? surprisal[i] : __longlong_as_double(-1), tokens[at] = token[i];
+    }
+  }
+  __syncthreads();
+  const int bad = threadIdx.x < kWarp ? __reduce_min_sync(kAll, first_bad(plan, flag)) : 0;
+  grow_rows(a, state, bad, table, tokens, width, s);
+}
+
+// A cluster's barrier in two halves: what a block wrote to any of its blocks' shared memory before it arrives is there after the wait.
+__device__ __forceinline__ void arrive_at_cluster() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void wait_for_cluster() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+#endif
+}
+
+// Shared memory of the cluster's first block, at the place that `here` is in this one; stores to it.
+__device__ __forceinline__ uint32_t first_block_address(const void* here) {
+  uint32_t there = static_cast<uint32_t>(__cvta_generic_to_shared(here));
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("mapa.shared::cluster.u32 %0, %1, 0;" : "=r"(there) : "r"(there));
+#endif
+  return there;
+}
+__device__ __forceinline__ void store_first_block(uint32_t there, double value) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("st.shared::cluster.f64 [%0], %1;" ::"r"(there), "d"(value) : "memory");
+#endif
+}
+__device__ __forceinline__ void store_first_block(uint32_t there, int value) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("st.shared::cluster.s32 [%0], %1;" ::"r"(there), "r"(value) : "memory");
+#endif
+}
+__device__ __forceinline__ void lower_first_block(uint32_t there, int value) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("red.shared::cluster.min.s32 [%0], %1;" ::"r"(there), "r"(value) : "memory");
+#endif
+}
+
+// Merge and grow in one launch, by a cluster: each block merges some depths, a team a depth, into the table of the first, which grows.
+constexpr int kFinishBlocks = 8, kFinishTeams = 2;
+
+__global__ __launch_bounds__(kFinishTeams * kMergeThreads, 1) void finish_kernel(TreeBuildArgs a, TreePlan plan) {
+  extern __shared__ __align__(16) char shared[];
+  __shared__ GrowShared s;
+  __shared__ Candidates candidates[kFinishTeams];
+  __shared__ Key sorted[kFinishTeams][kFewBest];
+  __shared__ float row_sum[kFinishTeams], row_top[kFinishTeams];
+  __shared__ int worst;
+  const int width = plan.best + 1, given = plan.depths * width, entries = given + 2 * width, keys = plan.lists * plan.best;
+  double* table = reinterpret_cast<double*>(shared);
+  Key* lists = reinterpret_cast<Key*>(table + entries);
+  int32_t* tokens = reinterpret_cast<int32_t*>(lists + kFinishTeams * keys);
+  const int rank = blockIdx.x, part = threadIdx.x / kMergeThreads;
+  const Team whole{kMergeThreads, 1 + part, part * kMergeThreads}, team{kTreeThreads, 1 + kFinishTeams + part, part * kMergeThreads};
+  if (threadIdx.x == 0) worst = INT32_MAX;
+  arrive_at_cluster();  // met below: no block writes to the first before that runs
+  wait_for_previous();
+  const StateRead state(a.state);
+  const uint32_t first_table = first_block_address(table), first_tokens = first_block_address(tokens), first_worst = first_block_address(&worst);
+  bool started = false;
+  for (int depth = rank + kFinishBlocks * part; depth < plan.depths; depth += kFinishBlocks * kFinishTeams) {
+    const size_t cell = static_cast<size_t>(depth) * plan.segments;
+    if (whole.thread() >= kTreeThreads) {
+      float top;
+      const float lse = row_lse(plan.tops + cell, plan.sums + cell, plan.segments, top);
+      if (threadIdx.x % kWarp == 0) row_sum[part] = lse, row_top[part] = top;
+    } else {
+      if (team.thread() == 0) candidates[part].length = 0;
+      fetch_lists(team, plan, depth, lists + part * keys);
+      team.sync();
+      merge_lists(team, lists + part * keys, plan.lists, plan.best, candidates[part], sorted[part]);
+    }
+    if (!started) wait_for_cluster(), started = true;
+    whole.sync();
+    const bool used = depth < state.limit(a);
+    for (int i = whole.thread(); i < width; i += kMergeThreads) {
+      const Key key = i < plan.best ? sorted[part][i] : 0;
+      const bool there = used && key != 0;
+      const int at = depth * width + i;
+      store_first_block(first_table + at * 8, there ? surprisal_of(key, row_sum[part]) : __longlong_as_double(-1));
+      store_first_block(first_tokens + at * 4, token_of(key));
+    }
+    if (whole.thread() == 0 && used && !(row_top[part] < INFINITY)) lower_first_block(first_worst, depth);
+    whole.sync();
+  }
+  if (!started) wait_for_cluster();
+  if (rank == 0) {
+    for (int i = given + threadIdx.x; i < entries; i += blockDim.x) table[i] = __longlong_as_double(-1);
+  }
+  arrive_at_cluster();
+  wait_for_cluster();
+  if (rank != 0) return;
+  grow_rows(a, state, worst, table, tokens, width, s);
 }
 
 }  // namespace
@@ -331,19 +521,34 @@ void CudaBackend::tree_build(const TreeBuildArgs& a) {
                                     std::to_string(kTreeMaxBest) + " that tree_build is built for");
   }
   const bool in_registers = grows_in_registers(a, plan);
-  const size_t grown = in_registers ? grow_shared(a, plan) : Growth::bytes(a.budget);
-  reserve_shared(reinterpret_cast<const void*>(grow_kernel), "tree_build", grown);
   if (plan.depths > 0 && plan.best > 0) {
-    size_t keys = 1;
-    while (keys < static_cast<size_t>(plan.best)) keys *= 2;
-    const size_t shared = sizeof(Key) * keys;
-    const bool few = plan.best <= kTreeThreads, few_lists = few && plan.segments * plan.best <= kTreeSegment;
-    launch("tree_rank", few ? rank_kernel<true> : rank_kernel<false>, dim3(plan.segments, plan.depths), kTreeThreads, shared, a, plan);
-    if (plan.segments > 1) {
-      launch("tree_merge", few_lists ? merge_kernel<true> : merge_kernel<false>, dim3(plan.depths), kTreeThreads, shared, a, plan);
+    // As many segments a block as make one wave of blocks.
+    const int64_t cells = static_cast<int64_t>(plan.depths) * plan.segments, multiprocessors = device_shape_.multiprocessors;
+    const int group = static_cast<int>(std::min<int64_t>({(cells + multiprocessors - 1) / multiprocessors, kRankGroups, plan.segments}));
+    const int lists = (plan.segments + group - 1) / group;
+    const size_t list_bytes = sizeof(Key) * lists * plan.best;
+    if (plan.best <= kFewBest && lists * plan.best <= kMergeKeys) {
+      plan.group = group, plan.lists = lists;
+      plan.rounds = (plan.best + group * kRankThreads / kWarp - 1) / (group * kRankThreads / kWarp);
+      launch("tree_rank", rank_kernel, dim3(lists, plan.depths), group * kRankThreads, 0, a, plan);
+      if (lists > 1 && in_registers && overlaps_) {  // what can overlap launches has clusters too
+        const size_t shared = grow_shared(plan) + kFinishTeams * list_bytes;
+        reserve_shared(reinterpret_cast<const void*>(finish_kernel), "tree_build", shared);
+        launch_clusters("tree_build", finish_kernel, kFinishBlocks, dim3(kFinishBlocks), kFinishTeams * kMergeThreads, shared, a, plan);
+        return;
+      }
+      if (lists > 1) launch("tree_merge", merge_kernel, dim3(plan.depths), kMergeThreads, list_bytes, a, plan);
+    } else {
+      size_t keys = 1;
+      while (keys < static_cast<size_t>(plan.best)) keys *= 2;
+      launch("tree_rank", rank_many_kernel, dim3(plan.segments, plan.depths), kTreeThreads, sizeof(Key) * keys, a, plan);
+      if (plan.segments > 1) launch("tree_merge", merge_many_kernel, dim3(plan.depths), kTreeThreads, sizeof(Key) * keys, a, plan);
     }
   }
-  launch("tree_build", grow_kernel, dim3(1), kTreeThreads, grown, a, plan, in_registers);
+  const size_t shared = in_registers ? grow_shared(plan) : Growth::bytes(a.budget);
+  const auto grow = in_registers ? grow_kernel : grow_heap_kernel;
+  reserve_shared(reinterpret_cast<const void*>(grow), "tree_build", shared);
+  launch("tree_build", grow, dim3(1), kTreeThreads, shared, a, plan);
 }
 
 }  // namespace kdtree

@@ -5,9 +5,11 @@
 namespace kdtree {
 namespace cuda {
 
-constexpr int kTreeThreads = 256;  // also the lanes of docs/model.md's log-sum-exp
+constexpr int kTreeThreads = 256;
+constexpr int kTreeLanes = 256;  // of docs/model.md's log-sum-exp
 constexpr int kTreeSegment = 4096;
 constexpr int kTreeMaxBest = 4096;  // tokens a depth may rank: a segment's worth
+constexpr int kFewBest = 128;       // up to so many are ranked by bound and count, more by radix
 
 // A token's place in its depth as one number, greater is better: the logit, then the lower token. 0 is no token.
 using Key = unsigned long long;
@@ -16,29 +18,31 @@ __device__ __forceinline__ uint32_t order_of_logit(float logit) {
   const uint32_t bits = __float_as_uint(logit == 0.f ? 0.f : logit);  // -0 and +0 are equal logits
   return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
+__device__ __forceinline__ float logit_of_order(uint32_t order) {
+  return __uint_as_float(order & 0x80000000u ? order & 0x7fffffffu : ~order);
+}
 __device__ __forceinline__ Key key_of(float logit, int token) {
   return static_cast<Key>(order_of_logit(logit)) << 32 | ~static_cast<uint32_t>(token);
 }
 __device__ __forceinline__ int token_of(Key key) { return static_cast<int>(~static_cast<uint32_t>(key)); }
-__device__ __forceinline__ float logit_of(Key key) {
-  const uint32_t order = static_cast<uint32_t>(key >> 32);
-  return __uint_as_float(order & 0x80000000u ? order & 0x7fffffffu : ~order);
-}
+__device__ __forceinline__ float logit_of(Key key) { return logit_of_order(static_cast<uint32_t>(key >> 32)); }
 
-// Scratch of tree_build; depth d counts from 0 for the level below the root.
+// Scratch of tree_build; depth d counts from 0 for the level below the root. A list is the best of a block's segments in descending
+// order, then zeros. Surprisals are -log-probabilities; each depth's end with a NaN, which no sum of them outlives.
 struct TreePlan {
-  Key* keys;        // [depths, segments, best]: a segment's best, in descending order; absent when there is one segment
-  float* tops;      // [depths, segments] greatest logit
-  float* sums;      // [depths, segments] sum of exp32(logit - top)
-  int32_t* bad;     // [depths, segments] NaN or +inf among the logits
-  int32_t* tokens;  // [depths, best]
-  float* log_prob;  // [depths, best]
-  int32_t* count;   // [depths] tokens that may be used
-  int segments, best, depths;
+  Key* keys;         // [depths, lists, best]; absent when there is one list
+  float* tops;       // [depths, segments] greatest logit, NaN where one is a NaN
+  float* sums;       // [depths, segments] sum of exp32(logit - top)
+  int32_t* bad;      // [depths] NaN or +inf among the logits
+  double* surprisal; // [depths, best + 1] ascending
+  int32_t* tokens;   // [depths, best + 1]
+  int segments, lists, best, depths;
+  int group, rounds;  // segments a block ranks; lanes of each of its warps that are to reach the block's bound
 };
 
 inline size_t lay_out(TreePlan& p, char* base, int vocab, int block_size, int budget) {
   p.segments = (vocab + kTreeSegment - 1) / kTreeSegment;
+  p.lists = p.segments;
   p.best = budget < vocab ? budget : vocab;
   p.depths = block_size > 1 ? block_size - 1 : 0;
   size_t at = 0;
@@ -50,24 +54,31 @@ inline size_t lay_out(TreePlan& p, char* base, int vocab, int block_size, int bu
   take(p.keys, p.segments > 1 ? cells * best : 0);
   take(p.tops, cells);
   take(p.sums, cells);
-  take(p.bad, cells);
-  take(p.tokens, d * best);
-  take(p.log_prob, d * best);
-  take(p.count, d);
+  take(p.bad, d);
+  take(p.surprisal, d * (best + 1));
+  take(p.tokens, d * (best + 1));
   return at;
 }
 
-// Depths the tree may have: the block, the draft's reach, the tokens still allowed after the bonus; none below EOS.
-__device__ __forceinline__ int depth_limit(const TreeBuildArgs& a) {
-  const StepState& s = *a.state;
-  const int first = s.kv_len + 1 - s.draft_first;  // the draft row of depth 1
-  if (s.bonus == a.eos_id || a.budget < 1 || first < 0 || first >= s.draft_rows) return 0;
-  return max(0, min(min(a.block_size - 1, s.draft_rows - first), s.limit - s.committed - 1));
-}
+// What tree_build reads of the state, side by side: a field that waited for another would cost as much time again.
+struct StateRead {
+  int bonus, kv_len, committed, most, draft_first, draft_rows;
 
-__device__ __forceinline__ const float* draft_row(const TreeBuildArgs& a, int depth) {
-  return a.draft + static_cast<size_t>(a.state->kv_len + 1 - a.state->draft_first + depth) * a.vocab;
-}
+  __device__ __forceinline__ explicit StateRead(const StepState* s)
+      : bonus(read(&s->bonus)), kv_len(read(&s->kv_len)), committed(read(&s->committed)), most(read(&s->limit)),
+        draft_first(read(&s->draft_first)), draft_rows(read(&s->draft_rows)) {}
+  static __device__ __forceinline__ int read(const int32_t* field) {
+    int value;
+    asm volatile("ld.global.s32 %0, [%1];" : "=r"(value) : "l"(field) : "memory");
+    return value;
+  }
+  __device__ __forceinline__ int first() const { return kv_len + 1 - draft_first; }  // the draft row of depth 1
+  // Depths the tree may have: the block, the draft's reach, the tokens still allowed after the bonus; none below EOS.
+  __device__ __forceinline__ int limit(const TreeBuildArgs& a) const {
+    const bool none = (bonus == a.eos_id) | (a.budget < 1) | (first() < 0) | (first() >= draft_rows);
+    return none ? 0 : max(0, min(min(a.block_size - 1, draft_rows - first()), most - committed - 1));
+  }
+};
 
 }  // namespace cuda
 }  // namespace kdtree

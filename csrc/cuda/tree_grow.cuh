@@ -1,0 +1,163 @@
+// Best-first growth of a small tree by one warp, without branches that part it.
+//
+// Node i's next child waits in registers of lane i % 32, place i / 32, with the surprisals of what would wait after it: the child's own
+// first child and its next sibling. So what a pop brings is known before the pop. Surprisals are negated scores, whose sums round alike.
+#pragma once
+#include "tree.cuh"
+
+namespace kdtree {
+namespace cuda {
+
+constexpr int kGrownRows = 4 * kWarp;  // rows of a tree that is grown in registers, at most
+constexpr int kRowBits = 7;
+static_assert(kGrownRows == 1 << kRowBits, "a row's number fits its bits");
+constexpr uint32_t kRowMask = kGrownRows - 1;
+constexpr int kTableBits = 32 - 2 * kRowBits;
+
+// A node, or a child that waits: where its level begins in the table of surprisals, its rank there, its parent's row.
+__device__ __forceinline__ uint32_t packed_node(int level, int rank, int parent) {
+  return static_cast<uint32_t>(level) << 2 * kRowBits | static_cast<uint32_t>(rank) << kRowBits | static_cast<uint32_t>(parent);
+}
+__device__ __forceinline__ int level_of(uint32_t node) { return static_cast<int>(node >> 2 * kRowBits); }
+__device__ __forceinline__ int rank_of(uint32_t node) { return static_cast<int>(node >> kRowBits & kRowMask); }
+__device__ __forceinline__ int parent_of(uint32_t node) { return static_cast<int>(node & kRowMask); }
+
+// Whether x's path of ranks is lexicographically before y's, a prefix before its extensions. Paths are walked upwards, so the last
+// difference seen is the first one from the root.
+__device__ inline bool path_before(uint32_t x, uint32_t y, const uint32_t* nodes) {
+  bool before = level_of(x) < level_of(y);
+  while (level_of(x) > level_of(y)) x = nodes[parent_of(x)];
+  while (level_of(y) > level_of(x)) y = nodes[parent_of(y)];
+  while (true) {
+    if (rank_of(x) != rank_of(y)) before = rank_of(x) < rank_of(y);
+    if (parent_of(x) == parent_of(y)) return before;
+    x = nodes[parent_of(x)], y = nodes[parent_of(y)];
+  }
+}
+
+// The first word of a surprisal, whose order is that of the surprisals as far as it goes, its last bits the row of the node above. A NaN
+// is above all numbers.
+constexpr uint32_t kNothing = 0x7ff80000u;
+__device__ __forceinline__ uint32_t waiting_key(double surprisal, int row) {
+  return (static_cast<uint32_t>(__double2hiint(surprisal)) & ~kRowMask) | static_cast<uint32_t>(row);
+}
+
+struct Waiting {
+  static constexpr int kPlaces = kGrownRows / kWarp;
+  double node[kPlaces];     // surprisal of the node
+  double child[kPlaces];    // of its child that waits, NaN if none does
+  double sibling[kPlaces];  // of that child's next sibling
+  double below[kPlaces];    // of that child's first child
+  int level[kPlaces];       // where the children's level begins in the table
+  int at[kPlaces];          // the waiting child there
+  uint32_t key[kPlaces];    // of the waiting child
+};
+
+// What a lane would give if its child were popped.
+struct Offer {
+  uint32_t key;
+  double child, below;
+  int level;
+};
+
+// Of the children whose keys are `least` but for the row, the one that comes first by the whole surprisal, then by path: the row above it, the
+// same in all lanes. The lane that keeps that row offers it afterwards.
+template <int PLACES>
+__device__ __forceinline__ int first_of_equals(const Waiting& w, uint32_t least, const uint32_t* nodes, Offer& offer) {
+  const int lane = threadIdx.x % kWarp;
+  unsigned long long best = ~0ull;
+  uint32_t node = 0;
+  __syncwarp();  // nodes are written by the lanes that keep their parents
+  const auto precedes = [&](unsigned long long surprisal, uint32_t other) {
+    return surprisal < best || (surprisal == best && surprisal != ~0ull && path_before(other, node, nodes));
+  };
+#pragma unroll
+  for (int p = 0; p < PLACES; ++p) {
+    const unsigned long long surprisal = static_cast<unsigned long long>(__double_as_longlong(w.child[p]));
+    const uint32_t other = packed_node(w.level[p], w.at[p] - w.level[p], p * kWarp + lane);
+    const bool better = (w.key[p] ^ least) <= kRowMask && precedes(surprisal, other);
+    best = better ? surprisal : best, node = better ? other : node;
+    offer.child = better ? w.child[p] : offer.child, offer.below = better ? w.below[p] : offer.below;
+    offer.level = better ? w.level[p] : offer.level;
+  }
+#pragma unroll
+  for (int mask = 1; mask < kWarp; mask *= 2) {
+    const unsigned long long surprisal = __shfl_xor_sync(kAll, best, mask);
+    const uint32_t other = __shfl_xor_sync(kAll, node, mask);
+    if (precedes(surprisal, other)) best = surprisal, node = other;
+  }
+  return parent_of(node);
+}
+
+// Grows from row n, which is in the last of PLACES places, until the place is full, the tree has `rows` rows or nothing waits. table:
+// surprisals [levels + 2, width], NaN where there is no token. Returns the rows of the tree.
+template <int PLACES>
+__device__ __forceinline__ int grow_place(Waiting& w, int n, int rows, const double* table, int width, uint32_t* nodes, double* surprisals) {
+  constexpr int LAST = PLACES - 1;
+  const int lane = threadIdx.x % kWarp, end = min(rows, PLACES * kWarp);
+  for (; n < end; ++n) {
+    Offer offer{w.key[0], w.child[0], w.below[0], w.level[0]};
+#pragma unroll
+    for (int p = 1; p < PLACES; ++p) {
+      const bool less = w.key[p] < offer.key;
+      offer.key = less ? w.key[p] : offer.key, offer.child = less ? w.child[p] : offer.child;
+      offer.below = less ? w.below[p] : offer.below, offer.level = less ? w.level[p] : offer.level;
+    }
+    const uint32_t least = __reduce_min_sync(kAll, offer.key);
+    if (least >= kNothing) return n;
+    bool equal = false;
+#pragma unroll
+    for (int p = 0; p < PLACES; ++p) equal |= (w.key[p] ^ least) - 1u < kRowMask;
+    int owner = static_cast<int>(least & kRowMask);
+    double first = __shfl_sync(kAll, offer.below, owner), popped = __shfl_sync(kAll, offer.child, owner);
+    int start = __shfl_sync(kAll, offer.level, owner);
+    if (__any_sync(kAll, equal)) {
+      owner = first_of_equals<PLACES>(w, least, nodes, offer);
+      first = __shfl_sync(kAll, offer.below, owner), popped = __shfl_sync(kAll, offer.child, owner);
+      start = __shfl_sync(kAll, offer.level, owner);
+    }
+    start += width;
+#pragma unroll
+    for (int p = 0; p < PLACES; ++p) {
+      if (owner == p * kWarp + lane) {
+        nodes[n] = packed_node(w.level[p], w.at[p] - w.level[p], owner);
+        w.child[p] = w.sibling[p], w.at[p] += 1, w.key[p] = waiting_key(w.sibling[p], owner);
+      }
+    }
+    if (lane == n % kWarp) {
+      surprisals[n] = popped;
+      w.node[LAST] = popped, w.child[LAST] = first, w.level[LAST] = start, w.at[LAST] = start, w.key[LAST] = waiting_key(first, n);
+    }
+#pragma unroll
+    for (int p = 0; p < PLACES; ++p) {
+      w.sibling[p] = __dadd_rn(w.node[p], table[w.at[p] + 1]);
+      w.below[p] = __dadd_rn(w.child[p], table[w.level[p] + width]);
+    }
+  }
+  return n;
+}
+
+// nodes, surprisals: [rows]; entry 0 is the root's, whose nodes[0] is not read. Returns the rows of the tree.
+__device__ inline int grow_in_registers(const double* table, int width, int rows, uint32_t* nodes, double* surprisals) {
+  const int lane = threadIdx.x % kWarp;
+  Waiting w;
+#pragma unroll
+  for (int p = 0; p < Waiting::kPlaces; ++p) {
+    w.node[p] = 0.0, w.child[p] = __longlong_as_double(-1), w.level[p] = w.at[p] = 0, w.key[p] = 0xffffffffu;
+    w.sibling[p] = w.below[p] = w.child[p];
+  }
+  if (lane == 0) {
+    surprisals[0] = 0.0;
+    w.child[0] = table[0], w.sibling[0] = table[1], w.key[0] = waiting_key(table[0], 0);
+  }
+  w.below[0] = __dadd_rn(w.child[0], table[width]);
+  int n = grow_place<1>(w, 1, rows, table, width, nodes, surprisals);
+  if (n == kWarp) n = grow_place<2>(w, n, rows, table, width, nodes, surprisals);
+  if (n == 2 * kWarp) n = grow_place<3>(w, n, rows, table, width, nodes, surprisals);
+  if (n == 3 * kWarp) n = grow_place<4>(w, n, rows, table, width, nodes, surprisals);
+  __syncwarp();
+  return n;
+}
+
+}  // namespace cuda
+}  // namespace kdtree
