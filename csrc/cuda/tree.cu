@@ -17,7 +17,8 @@ namespace {
 
 using namespace cuda;
 
-constexpr int kMergeThreads = kTreeThreads + kWarp;  // the last warp forms the log-sum-exp meanwhile
+constexpr int kMergers = 256;                        // threads that merge a depth's lists
+constexpr int kMergeThreads = kMergers + kWarp;      // the last warp forms the log-sum-exp meanwhile
 constexpr int kMergeKeys = 4096;                     // of all lists of a depth, what merge_kernel has shared memory for
 
 __device__ __forceinline__ double surprisal_of(Key key, float lse) { return fabs(static_cast<double>(__fsub_rn(logit_of(key), lse))); }
@@ -60,7 +61,7 @@ __global__ __launch_bounds__(kRankGroups * kRankThreads, 1) void rank_kernel(Tre
     if (segment < plan.segments) plan.tops[depth * plan.segments + segment] = top, plan.sums[depth * plan.segments + segment] = sum;
   }
   block.sync();
-  rank_share(block, share, begin + t, plan.best, s);
+  rank_share(block, share, begin, plan.best, s);
   if (plan.lists == 1) {
     const float lse = row_lse(s.tops, s.sums, plan.segments, top);
     publish(plan, depth, s.sorted, plan.best, lse, top, block.threads);
@@ -126,12 +127,12 @@ __global__ __launch_bounds__(kMergeThreads, 1) void merge_kernel(TreeBuildArgs a
   const int depth = blockIdx.x;
   const StateRead state(a.state);
   const size_t cell = static_cast<size_t>(depth) * plan.segments;
-  if (threadIdx.x >= kTreeThreads) {
+  if (threadIdx.x >= kMergers) {
     float top;
     const float lse = row_lse(plan.tops + cell, plan.sums + cell, plan.segments, top);
     if (threadIdx.x % kWarp == 0) row_sum = lse, row_top = top;
   } else {
-    const Team team{kTreeThreads, 1};
+    const Team team{kMergers, 1};
     if (threadIdx.x == 0) candidates.length = 0;
     fetch_lists(team, plan, depth, keys);
     team.sync();
@@ -463,7 +464,7 @@ __global__ __launch_bounds__(kFinishTeams * kMergeThreads, 1) void finish_kernel
   Key* lists = reinterpret_cast<Key*>(table + entries);
   int32_t* tokens = reinterpret_cast<int32_t*>(lists + kFinishTeams * keys);
   const int rank = blockIdx.x, part = threadIdx.x / kMergeThreads;
-  const Team whole{kMergeThreads, 1 + part, part * kMergeThreads}, team{kTreeThreads, 1 + kFinishTeams + part, part * kMergeThreads};
+  const Team whole{kMergeThreads, 1 + part, part * kMergeThreads}, team{kMergers, 1 + kFinishTeams + part, part * kMergeThreads};
   if (threadIdx.x == 0) worst = INT32_MAX;
   arrive_at_cluster();  // met below: no block writes to the first before that runs
   wait_for_previous();
@@ -472,7 +473,7 @@ __global__ __launch_bounds__(kFinishTeams * kMergeThreads, 1) void finish_kernel
   bool started = false;
   for (int depth = rank + kFinishBlocks * part; depth < plan.depths; depth += kFinishBlocks * kFinishTeams) {
     const size_t cell = static_cast<size_t>(depth) * plan.segments;
-    if (whole.thread() >= kTreeThreads) {
+    if (whole.thread() >= kMergers) {
       float top;
       const float lse = row_lse(plan.tops + cell, plan.sums + cell, plan.segments, top);
       if (threadIdx.x % kWarp == 0) row_sum[part] = lse, row_top[part] = top;

@@ -84,17 +84,28 @@ struct RankShared {
   Key sorted[kFewBest];
 };
 
-// A thread's share of a segment: elements t, t + 128, ..; what is past the segment's end is -inf.
+// A thread's share of a segment of n elements: those at t, t + 128, ..; what is past the segment's end is -inf.
 struct SegmentShare {
+  const float* segment;
+  int n, t;
   float x[kRankShare];
 
-  __device__ __forceinline__ SegmentShare(const float* segment, int n, int t) {
+  __device__ __forceinline__ SegmentShare(const float* at, int length, int thread) : segment(at), n(length), t(thread) {
     if (n == kTreeSegment) {
 #pragma unroll
       for (int j = 0; j < kRankShare; ++j) x[j] = segment[t + j * kRankThreads];
     } else {
 #pragma unroll
       for (int j = 0; j < kRankShare; ++j) x[j] = t + j * kRankThreads < n ? segment[t + j * kRankThreads] : -INFINITY;
+    }
+  }
+  // Calls use(key) for every key, read again: through what seldom runs no registers are to be held. first: the token of the segment's first.
+  template <typename Use>
+  __device__ __forceinline__ void each(int first, Use use) const {
+#pragma unroll 1
+    for (int i = t; i < n; i += kRankThreads) {
+      const float v = segment[i];
+      if (v > -INFINITY) use(key_of(v, first + i));
     }
   }
 };
@@ -150,27 +161,19 @@ __device__ __forceinline__ uint32_t warp_bound(uint32_t mine, int rounds) {
 __device__ __forceinline__ void rank_share(const Team& block, const SegmentShare& share, int first, int wanted, RankShared& s) {
   uint32_t least = threadIdx.x % kWarp < static_cast<unsigned>(block.warps()) ? s.least[threadIdx.x % kWarp] : 0xffffffffu;
   least = __reduce_min_sync(kAll, least);
-  collect(share, first, least == 0 ? -3.402823466e38f : logit_of_order(least), s.candidates);  // the least finite one
+  collect(share, first + share.t, least == 0 ? -3.402823466e38f : logit_of_order(least), s.candidates);  // the least finite one
   block.sync();
   if (s.candidates.length > kCandidates) {
-    const auto key_at = [&](int j) {
-      float x = share.x[j];
-      asm volatile("" : "+f"(x));  // keeps the compiler from holding all keys in registers through a loop that seldom runs
-      return x > -INFINITY ? key_of(x, first + j * kRankThreads) : Key{0};
-    };
     const Key bound = exact_bound(block, wanted, s.candidates, [&](Key raised) {
       int reach = 0;
-#pragma unroll
-      for (int j = 0; j < kRankShare; ++j) reach += key_at(j) >= raised ? 1 : 0;
+      share.each(first, [&](Key key) { reach += key >= raised ? 1 : 0; });
       return reach;
     });
     if (threadIdx.x == 0) s.candidates.length = 0;
     block.sync();
-#pragma unroll
-    for (int j = 0; j < kRankShare; ++j) {
-      const Key key = key_at(j);
-      if (key != 0 && key >= bound) s.candidates.key[atomicAdd(&s.candidates.length, 1)] = key;
-    }
+    share.each(first, [&](Key key) {
+      if (key >= bound) s.candidates.key[atomicAdd(&s.candidates.length, 1)] = key;
+    });
     block.sync();
   }
   sort_candidates(block, s.candidates, wanted, s.sorted);
