@@ -347,36 +347,43 @@ __global__ __launch_bounds__(kTreeThreads, 1) void grow_heap_kernel(TreeBuildArg
   }
 }
 
-// The table's rows: every depth's surprisals, and two of NaN below the last that may be used.
-size_t table_entries(const TreePlan& plan) { return (static_cast<size_t>(plan.depths) + 2) * (plan.best + 1); }
-size_t grow_shared(const TreePlan& plan) { return table_entries(plan) * (sizeof(double) + sizeof(int32_t)); }
+// A block's dynamic shared memory where it grows a tree in registers.
+struct Grown {
+  double* table;     // [depths + 2, best + 1]: every depth's surprisals, and two rows of NaN below the last that may be used
+  double* scores;    // [kGrownRows]
+  int32_t* tokens;   // [depths + 2, best + 1]
+  uint32_t* nodes;   // [kGrownRows]
+  char* rest;
+
+  __host__ __device__ Grown(char* base, const TreePlan& plan) {
+    const size_t entries = (static_cast<size_t>(plan.depths) + 2) * (plan.best + 1);
+    table = reinterpret_cast<double*>(base), scores = table + entries;
+    tokens = reinterpret_cast<int32_t*>(scores + kGrownRows);
+    nodes = reinterpret_cast<uint32_t*>(tokens + (entries + 1) / 2 * 2);
+    rest = reinterpret_cast<char*>(nodes + kGrownRows);
+  }
+};
+size_t grow_shared(const TreePlan& plan) { return static_cast<size_t>(Grown(nullptr, plan).rest - static_cast<char*>(nullptr)); }
 bool grows_in_registers(const TreeBuildArgs& a, const TreePlan& plan) {
   return a.budget < kGrownRows && grow_shared(plan) <= (96u << 10);
 }
 
-// Shared memory of a block that grows a tree in registers, beside its table.
-struct GrowShared {
-  uint32_t nodes[kGrownRows];
-  double scores[kGrownRows];
-  int n_rows;
-};
-
 // By a whole block, which has filled the table: grows the tree and writes its rows. bad: the lowest depth that cannot be ranked, in the
-// first warp. tokens: [depths, width].
-__device__ void grow_rows(const TreeBuildArgs& a, const StateRead& state, int bad, const double* table, const int32_t* tokens, int width,
-                          GrowShared& s) {
+// first warp.
+__device__ void grow_rows(const TreeBuildArgs& a, const StateRead& state, int bad, const Grown& s, int width) {
+  __shared__ int n_rows;
   if (threadIdx.x < kWarp) {
     const int limit = state.limit(a);
-    const int n = bad < limit ? 1 : grow_in_registers(table, width, min(a.budget + 1, a.rows.max_rows), s.nodes, s.scores);
+    const int n = bad < limit ? 1 : grow_in_registers(s.table, width, min(a.budget + 1, a.rows.max_rows), s.nodes, s.scores);
     for (int m = threadIdx.x; m < n; m += kWarp) s.scores[m] = m == 0 ? 0.0 : __dsub_rn(0.0, s.scores[m]);  // no -0
     __syncwarp();
-    if (threadIdx.x == 0) s.n_rows = conclude(a, limit, bad, n, s.scores);
+    if (threadIdx.x == 0) n_rows = conclude(a, limit, bad, n, s.scores);
   }
   __syncthreads();
-  for (int m = threadIdx.x; m < s.n_rows; m += blockDim.x) {
+  for (int m = threadIdx.x; m < n_rows; m += blockDim.x) {
     const uint32_t node = s.nodes[m];
     const int depth = m == 0 ? 0 : level_of(node) / width + 1;
-    const int token = m == 0 ? state.bonus : tokens[level_of(node) + rank_of(node)];
+    const int token = m == 0 ? state.bonus : s.tokens[level_of(node) + rank_of(node)];
     write_row(a, m, token, m == 0 ? -1 : parent_of(node), depth, s.scores[m]);
     int32_t* path = a.rows.path + static_cast<size_t>(m) * a.rows.path_stride;
     path[depth] = m;
@@ -386,11 +393,9 @@ __device__ void grow_rows(const TreeBuildArgs& a, const StateRead& state, int ba
 
 __global__ __launch_bounds__(kTreeThreads, 1) void grow_kernel(TreeBuildArgs a, TreePlan plan) {
   extern __shared__ __align__(16) char shared[];
-  __shared__ GrowShared s;
   constexpr int kAhead = 8;
+  const Grown s(shared, plan);
   const int width = plan.best + 1, given = plan.depths * width, entries = given + 2 * width;
-  double* table = reinterpret_cast<double*>(shared);
-  int32_t* tokens = reinterpret_cast<int32_t*>(table + entries);
   wait_for_previous();
   const StateRead state(a.state);
   const int flag = first_flag(plan);
@@ -405,12 +410,12 @@ __global__ __launch_bounds__(kTreeThreads, 1) void grow_kernel(TreeBuildArgs a, 
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) {
       const int at = base + i * kTreeThreads;
-      if (at < entries) table[at] = at < state.limit(a) * width ? surprisal[i] : __longlong_as_double(-1), tokens[at] = token[i];
+      if (at < entries) s.table[at] = at < state.limit(a) * width ? surprisal[i] : __longlong_as_double(-1), s.tokens[at] = token[i];
     }
   }
   __syncthreads();
   const int bad = threadIdx.x < kWarp ? __reduce_min_sync(kAll, first_bad(plan, flag)) : 0;
-  grow_rows(a, state, bad, table, tokens, width, s);
+  grow_rows(a, state, bad, s, width);
 }
 
 // A cluster's barrier in two halves: what a block wrote to any of its blocks' shared memory before it arrives is there after the wait.
@@ -454,22 +459,20 @@ constexpr int kFinishBlocks = 8, kFinishTeams = 2;
 
 __global__ __launch_bounds__(kFinishTeams * kMergeThreads, 1) void finish_kernel(TreeBuildArgs a, TreePlan plan) {
   extern __shared__ __align__(16) char shared[];
-  __shared__ GrowShared s;
   __shared__ Candidates candidates[kFinishTeams];
   __shared__ Key sorted[kFinishTeams][kFewBest];
   __shared__ float row_sum[kFinishTeams], row_top[kFinishTeams];
   __shared__ int worst;
   const int width = plan.best + 1, given = plan.depths * width, entries = given + 2 * width, keys = plan.lists * plan.best;
-  double* table = reinterpret_cast<double*>(shared);
-  Key* lists = reinterpret_cast<Key*>(table + entries);
-  int32_t* tokens = reinterpret_cast<int32_t*>(lists + kFinishTeams * keys);
+  const Grown s(shared, plan);
+  Key* lists = reinterpret_cast<Key*>(s.rest);
   const int rank = blockIdx.x, part = threadIdx.x / kMergeThreads;
   const Team whole{kMergeThreads, 1 + part, part * kMergeThreads}, team{kMergers, 1 + kFinishTeams + part, part * kMergeThreads};
   if (threadIdx.x == 0) worst = INT32_MAX;
   arrive_at_cluster();  // met below: no block writes to the first before that runs
   wait_for_previous();
   const StateRead state(a.state);
-  const uint32_t first_table = first_block_address(table), first_tokens = first_block_address(tokens), first_worst = first_block_address(&worst);
+  const uint32_t first_table = first_block_address(s.table), first_tokens = first_block_address(s.tokens), first_worst = first_block_address(&worst);
   bool started = false;
   for (int depth = rank + kFinishBlocks * part; depth < plan.depths; depth += kFinishBlocks * kFinishTeams) {
     const size_t cell = static_cast<size_t>(depth) * plan.segments;
@@ -498,12 +501,12 @@ __global__ __launch_bounds__(kFinishTeams * kMergeThreads, 1) void finish_kernel
   }
   if (!started) wait_for_cluster();
   if (rank == 0) {
-    for (int i = given + threadIdx.x; i < entries; i += blockDim.x) table[i] = __longlong_as_double(-1);
+    for (int i = given + threadIdx.x; i < entries; i += blockDim.x) s.table[i] = __longlong_as_double(-1);
   }
   arrive_at_cluster();
   wait_for_cluster();
   if (rank != 0) return;
-  grow_rows(a, state, worst, table, tokens, width, s);
+  grow_rows(a, state, worst, s, width);
 }
 
 }  // namespace

@@ -1,7 +1,8 @@
 // Best-first growth of a small tree by one warp, without branches that part it.
 //
-// Node i's next child waits in registers of lane i % 32, place i / 32, with the surprisals of what would wait after it: the child's own
-// first child and its next sibling. So what a pop brings is known before the pop. Surprisals are negated scores, whose sums round alike.
+// Node i's next child waits in registers of lane i % 32, place i / 32, with what the table adds for those that would wait after it: its next
+// sibling and its own first child. So their surprisals are formed while the warp looks for the least, and a pop hands over what is there
+// already. Surprisals are negated scores, whose sums round alike.
 #pragma once
 #include "tree.cuh"
 
@@ -44,26 +45,26 @@ __device__ __forceinline__ uint32_t waiting_key(double surprisal, int row) {
 
 struct Waiting {
   static constexpr int kPlaces = kGrownRows / kWarp;
-  double node[kPlaces];     // surprisal of the node
-  double child[kPlaces];    // of its child that waits, NaN if none does
-  double sibling[kPlaces];  // of that child's next sibling
-  double below[kPlaces];    // of that child's first child
-  int level[kPlaces];       // where the children's level begins in the table
-  int at[kPlaces];          // the waiting child there
-  uint32_t key[kPlaces];    // of the waiting child
+  double node[kPlaces];   // surprisal of the node
+  double child[kPlaces];  // of its child that waits, NaN if none does
+  double next[kPlaces];   // what the table adds to the node's for that child's next sibling
+  double first[kPlaces];  // and to the child's for its first child
+  int level[kPlaces];     // where the children's level begins in the table
+  int at[kPlaces];        // the waiting child there
+  uint32_t key[kPlaces];  // of the waiting child
 };
 
 // What a lane would give if its child were popped.
 struct Offer {
   uint32_t key;
-  double child, below;
+  double child, first;  // surprisals of the child and of its first child
   int level;
 };
 
 // Of the children whose keys are `least` but for the row, the one that comes first by the whole surprisal, then by path: the row above it, the
 // same in all lanes. The lane that keeps that row offers it afterwards.
 template <int PLACES>
-__device__ __forceinline__ int first_of_equals(const Waiting& w, uint32_t least, const uint32_t* nodes, Offer& offer) {
+__device__ __forceinline__ int first_of_equals(const Waiting& w, const double (&first)[PLACES], uint32_t least, const uint32_t* nodes, Offer& offer) {
   const int lane = threadIdx.x % kWarp;
   unsigned long long best = ~0ull;
   uint32_t node = 0;
@@ -77,7 +78,7 @@ __device__ __forceinline__ int first_of_equals(const Waiting& w, uint32_t least,
     const uint32_t other = packed_node(w.level[p], w.at[p] - w.level[p], p * kWarp + lane);
     const bool better = (w.key[p] ^ least) <= kRowMask && precedes(surprisal, other);
     best = better ? surprisal : best, node = better ? other : node;
-    offer.child = better ? w.child[p] : offer.child, offer.below = better ? w.below[p] : offer.below;
+    offer.child = better ? w.child[p] : offer.child, offer.first = better ? first[p] : offer.first;
     offer.level = better ? w.level[p] : offer.level;
   }
 #pragma unroll
@@ -96,43 +97,52 @@ __device__ __forceinline__ int grow_place(Waiting& w, int n, int rows, const dou
   constexpr int LAST = PLACES - 1;
   const int lane = threadIdx.x % kWarp, end = min(rows, PLACES * kWarp);
   for (; n < end; ++n) {
-    Offer offer{w.key[0], w.child[0], w.below[0], w.level[0]};
+    uint32_t mine = w.key[0];
+#pragma unroll
+    for (int p = 1; p < PLACES; ++p) mine = min(mine, w.key[p]);
+    const uint32_t least = __reduce_min_sync(kAll, mine);
+    // While that is on its way, what follows each waiting child. What the table adds is on its way too, and the compiler would wait for it
+    // before it starts the reduction, if the warp were not to meet here.
+    __syncwarp();
+    double sibling[PLACES], first[PLACES];
+#pragma unroll
+    for (int p = 0; p < PLACES; ++p) {
+      sibling[p] = __dadd_rn(w.node[p], w.next[p]), first[p] = __dadd_rn(w.child[p], w.first[p]);
+      asm volatile("" : "+d"(sibling[p]), "+d"(first[p]));  // here, and not where one lane needs them
+    }
+    Offer offer{w.key[0], w.child[0], first[0], w.level[0]};
 #pragma unroll
     for (int p = 1; p < PLACES; ++p) {
       const bool less = w.key[p] < offer.key;
       offer.key = less ? w.key[p] : offer.key, offer.child = less ? w.child[p] : offer.child;
-      offer.below = less ? w.below[p] : offer.below, offer.level = less ? w.level[p] : offer.level;
+      offer.first = less ? first[p] : offer.first, offer.level = less ? w.level[p] : offer.level;
     }
-    const uint32_t least = __reduce_min_sync(kAll, offer.key);
     if (least >= kNothing) return n;
     bool equal = false;
 #pragma unroll
     for (int p = 0; p < PLACES; ++p) equal |= (w.key[p] ^ least) - 1u < kRowMask;
     int owner = static_cast<int>(least & kRowMask);
-    double first = __shfl_sync(kAll, offer.below, owner), popped = __shfl_sync(kAll, offer.child, owner);
-    int start = __shfl_sync(kAll, offer.level, owner);
+    double below = __shfl_sync(kAll, offer.first, owner), popped = __shfl_sync(kAll, offer.child, owner);
+    int level = __shfl_sync(kAll, offer.level, owner);
     if (__any_sync(kAll, equal)) {
-      owner = first_of_equals<PLACES>(w, least, nodes, offer);
-      first = __shfl_sync(kAll, offer.below, owner), popped = __shfl_sync(kAll, offer.child, owner);
-      start = __shfl_sync(kAll, offer.level, owner);
+      owner = first_of_equals<PLACES>(w, first, least, nodes, offer);
+      below = __shfl_sync(kAll, offer.first, owner), popped = __shfl_sync(kAll, offer.child, owner);
+      level = __shfl_sync(kAll, offer.level, owner);
     }
-    start += width;
+    level += width;
 #pragma unroll
     for (int p = 0; p < PLACES; ++p) {
       if (owner == p * kWarp + lane) {
         nodes[n] = packed_node(w.level[p], w.at[p] - w.level[p], owner);
-        w.child[p] = w.sibling[p], w.at[p] += 1, w.key[p] = waiting_key(w.sibling[p], owner);
+        w.child[p] = sibling[p], w.at[p] += 1, w.key[p] = waiting_key(sibling[p], owner);
       }
     }
     if (lane == n % kWarp) {
       surprisals[n] = popped;
-      w.node[LAST] = popped, w.child[LAST] = first, w.level[LAST] = start, w.at[LAST] = start, w.key[LAST] = waiting_key(first, n);
+      w.node[LAST] = popped, w.child[LAST] = below, w.level[LAST] = level, w.at[LAST] = level, w.key[LAST] = waiting_key(below, n);
     }
 #pragma unroll
-    for (int p = 0; p < PLACES; ++p) {
-      w.sibling[p] = __dadd_rn(w.node[p], table[w.at[p] + 1]);
-      w.below[p] = __dadd_rn(w.child[p], table[w.level[p] + width]);
-    }
+    for (int p = 0; p < PLACES; ++p) w.next[p] = table[w.at[p] + 1], w.first[p] = table[w.level[p] + width];
   }
   return n;
 }
@@ -144,13 +154,12 @@ __device__ inline int grow_in_registers(const double* table, int width, int rows
 #pragma unroll
   for (int p = 0; p < Waiting::kPlaces; ++p) {
     w.node[p] = 0.0, w.child[p] = __longlong_as_double(-1), w.level[p] = w.at[p] = 0, w.key[p] = 0xffffffffu;
-    w.sibling[p] = w.below[p] = w.child[p];
+    w.next[p] = table[1], w.first[p] = table[width];
   }
   if (lane == 0) {
     surprisals[0] = 0.0;
-    w.child[0] = table[0], w.sibling[0] = table[1], w.key[0] = waiting_key(table[0], 0);
+    w.child[0] = table[0], w.key[0] = waiting_key(table[0], 0);
   }
-  w.below[0] = __dadd_rn(w.child[0], table[width]);
   int n = grow_place<1>(w, 1, rows, table, width, nodes, surprisals);
   if (n == kWarp) n = grow_place<2>(w, n, rows, table, width, nodes, surprisals);
   if (n == 2 * kWarp) n = grow_place<3>(w, n, rows, table, width, nodes, surprisals);
