@@ -7,10 +7,11 @@
 #include <algorithm>
 
 #include "backend.h"
-#include "fault.cuh"
 #include "tree_grow.cuh"
+#include "tree_heap.cuh"
 #include "tree_radix.cuh"
 #include "tree_rank.cuh"
+#include "tree_rows.cuh"
 
 namespace kdtree {
 namespace {
@@ -198,134 +199,6 @@ __global__ __launch_bounds__(kTreeThreads) void merge_many_kernel(TreeBuildArgs 
   publish(plan, depth, keys, found, lse, top, kTreeThreads);
 }
 
-// A node that may join the tree: the rank-th token of the level below `parent`.
-struct Candidate {
-  double score;
-  int32_t parent, rank;
-};
-
-// The tree under construction, in shared memory; row 0 is the root.
-struct Growth {
-  double* score;    // [budget + 1]
-  Candidate* heap;  // [budget + 1]: a pop makes room for one of the two pushes that follow it
-  int32_t* parent;  // [budget + 1]
-  int32_t* rank;
-  int32_t* depth;
-
-  static __host__ __device__ size_t bytes(int budget) {
-    return (static_cast<size_t>(budget) + 1) * (sizeof(double) + sizeof(Candidate) + 3 * sizeof(int32_t));
-  }
-  __device__ Growth(char* base, int budget) {
-    score = reinterpret_cast<double*>(base);
-    heap = reinterpret_cast<Candidate*>(score + budget + 1);
-    parent = reinterpret_cast<int32_t*>(heap + budget + 1);
-    rank = parent + budget + 1;
-    depth = rank + budget + 1;
-  }
-
-  // Whether x's path of ranks is lexicographically before y's, a prefix before its extensions. Paths are walked upwards, so the
-  // last difference seen is the first one from the root.
-  __device__ bool path_before(const Candidate& x, const Candidate& y) const {
-    int px = x.parent, py = y.parent, rx = x.rank, ry = y.rank;
-    const int dx = depth[px], dy = depth[py];
-    for (int d = dx; d > dy; --d) rx = rank[px], px = parent[px];
-    for (int d = dy; d > dx; --d) ry = rank[py], py = parent[py];
-    bool before = dx < dy;
-    while (true) {
-      if (rx != ry) before = rx < ry;
-      if (px == py) return before;
-      rx = rank[px], px = parent[px], ry = rank[py], py = parent[py];
-    }
-  }
-  __device__ bool before(const Candidate& x, const Candidate& y) const {
-    return x.score > y.score || (x.score == y.score && path_before(x, y));
-  }
-
-  __device__ void sift_up(int i, const Candidate& c) {
-    while (i > 0 && before(c, heap[(i - 1) / 2])) heap[i] = heap[(i - 1) / 2], i = (i - 1) / 2;
-    heap[i] = c;
-  }
-  __device__ void sift_down(int size, const Candidate& c) {
-    int i = 0;
-    while (true) {
-      int child = 2 * i + 1;
-      if (child >= size) break;
-      if (child + 1 < size && before(heap[child + 1], heap[child])) ++child;
-      if (!before(heap[child], c)) break;
-      heap[i] = heap[child], i = child;
-    }
-    heap[i] = c;
-  }
-};
-
-// Thread 0 alone. Returns the rows of the tree, the root included.
-__device__ int grow(const TreePlan& plan, Growth& g, int depths, int rows) {
-  g.score[0] = 0.0, g.parent[0] = -1, g.rank[0] = 0, g.depth[0] = 0;
-  const auto candidate = [&](int parent, int rank, Candidate& c) {
-    const int level = g.depth[parent];
-    if (level >= depths) return false;
-    const double surprisal = plan.surprisal[level * (plan.best + 1) + rank];
-    c = {__dsub_rn(g.score[parent], surprisal), parent, rank};
-    return surprisal == surprisal;
-  };
-  int waiting = 0, n = 1;
-  Candidate c;
-  if (candidate(0, 0, c)) g.heap[waiting++] = c;
-  while (waiting > 0 && n < rows) {
-    const Candidate top = g.heap[0];
-    const int row = n++;
-    g.score[row] = top.score, g.parent[row] = top.parent, g.rank[row] = top.rank, g.depth[row] = g.depth[top.parent] + 1;
-    // The sibling takes the place of what was popped; without one the last of the heap does.
-    if (candidate(top.parent, top.rank + 1, c)) {
-      g.sift_down(waiting, c);
-    } else if (--waiting > 0) {
-      c = g.heap[waiting];
-      g.sift_down(waiting, c);
-    }
-    if (n < rows && candidate(row, 0, c)) g.sift_up(waiting, c), ++waiting;
-  }
-  return n;
-}
-
-// The first rows of a best-first tree, as many as make expected accepted rows over cost greatest. Thread 0 alone.
-__device__ int rows_worth_their_cost(const double* scores, int n, const double* costs) {
-  double expected = 1.0, best = 1.0 / costs[0];
-  int kept = 1;
-  for (int row = 1; row < n; ++row) {
-    expected = __dadd_rn(expected, static_cast<double>(exp32(__double2float_rn(scores[row]))));
-    const double rate = expected / costs[row];
-    if (rate > best) best = rate, kept = row + 1;
-  }
-  return kept;
-}
-
-// The lowest depth with a NaN or +inf of those that a lane looks at, which are all of them in a warp; no depth if there is none.
-// flag: bad[lane], read ahead.
-__device__ int first_bad(const TreePlan& plan, int flag) {
-  int depth = threadIdx.x % kWarp;
-  while (flag == 0 && depth < plan.depths) depth += kWarp, flag = depth < plan.depths ? plan.bad[depth] : 0;
-  return flag != 0 ? depth : INT32_MAX;
-}
-__device__ __forceinline__ int first_flag(const TreePlan& plan) {
-  const int lane = threadIdx.x % kWarp;
-  return lane < plan.depths ? plan.bad[lane] : 0;
-}
-
-// Thread 0, between growing and writing: the fault if there is one, the cut. Returns the rows of the step.
-__device__ int conclude(const TreeBuildArgs& a, int limit, int bad, int n, const double* scores) {
-  if (bad < limit) record_fault(a.state, kFaultDraftNonFinite, 0, bad + 1);
-  if (a.costs != nullptr) n = rows_worth_their_cost(scores, n, a.costs);
-  a.state->n_rows = n;
-  return n;
-}
-
-__device__ void write_row(const TreeBuildArgs& a, int m, int token, int parent, int depth, double score) {
-  a.rows.tokens[m] = token;
-  a.rows.parents[m] = parent;
-  a.rows.depths[m] = depth;
-  a.scores[m] = score;
-}
-
 __global__ __launch_bounds__(kTreeThreads, 1) void grow_heap_kernel(TreeBuildArgs a, TreePlan plan) {
   extern __shared__ __align__(16) char shared[];
   __shared__ int n_rows;
@@ -333,10 +206,10 @@ __global__ __launch_bounds__(kTreeThreads, 1) void grow_heap_kernel(TreeBuildArg
   Growth g(shared, a.budget);
   if (threadIdx.x < kWarp) {
     const int limit = StateRead(a.state).limit(a), bad = __reduce_min_sync(kAll, first_bad(plan, first_flag(plan)));
-    if (threadIdx.x == 0) {
-      const int n = grow(plan, g, bad < limit ? 0 : limit, min(a.budget + 1, a.rows.max_rows));
-      n_rows = conclude(a, limit, bad, n, g.score);
-    }
+    int n = 0;
+    if (threadIdx.x == 0) n = grow_by_heap(plan, g, bad < limit ? 0 : limit, min(a.budget + 1, a.rows.max_rows));
+    n = conclude(a, limit, bad, __shfl_sync(kAll, n, 0), g.score, reinterpret_cast<double*>(g.heap));
+    if (threadIdx.x == 0) n_rows = n;
   }
   __syncthreads();
   for (int m = threadIdx.x; m < n_rows; m += kTreeThreads) {
@@ -377,7 +250,8 @@ __device__ void grow_rows(const TreeBuildArgs& a, const StateRead& state, int ba
     const int n = bad < limit ? 1 : grow_in_registers(s.table, width, min(a.budget + 1, a.rows.max_rows), s.nodes, s.scores);
     for (int m = threadIdx.x; m < n; m += kWarp) s.scores[m] = m == 0 ? 0.0 : __dsub_rn(0.0, s.scores[m]);  // no -0
     __syncwarp();
-    if (threadIdx.x == 0) n_rows = conclude(a, limit, bad, n, s.scores);
+    const int kept = conclude(a, limit, bad, n, s.scores, s.table);
+    if (threadIdx.x == 0) n_rows = kept;
   }
   __syncthreads();
   for (int m = threadIdx.x; m < n_rows; m += blockDim.x) {
