@@ -18,6 +18,7 @@ namespace {
 
 using namespace cuda;
 
+constexpr bool STAGGER = false;
 constexpr int kMergers = 256;                        // threads that merge a depth's lists
 constexpr int kMergeThreads = kMergers + kWarp;      // the last warp forms the log-sum-exp meanwhile
 constexpr int kMergeKeys = 4096;                     // of all lists of a depth, what merge_kernel has shared memory for
@@ -35,41 +36,50 @@ __device__ void publish(const TreePlan& plan, int depth, const Key* keys, int fo
   if (threadIdx.x == 0) plan.bad[depth] = top < INFINITY ? 0 : 1;
 }
 
-__global__ __launch_bounds__(kRankGroups * kRankThreads, 1) void rank_kernel(TreeBuildArgs a, TreePlan plan) {
-  __shared__ RankShared s;
-  wait_for_previous();
-  const int depth = blockIdx.y;
-  const StateRead state(a.state);
-  if (depth >= state.limit(a)) return;
+// A block's segments: their greatest logits and sums into s.tops and s.sums, their best keys in order into s.sorted.
+__device__ __forceinline__ void rank_segments(const TreeBuildArgs& a, const TreePlan& plan, const StateRead& state, int depth, RankShared& s) {
   const Team block{static_cast<int>(blockDim.x), 0};
   const int group = threadIdx.x / kRankThreads, t = threadIdx.x % kRankThreads, warp = threadIdx.x / kWarp;
   const Team sharers{kRankThreads, 1 + group};
   const int segment = blockIdx.x * plan.group + group, begin = segment * kTreeSegment;
+  if (STAGGER && group > 0) Team{2 * kRankThreads, kRankGroups + group}.sync();
   const SegmentShare share(a.draft + static_cast<size_t>(state.first() + depth) * a.vocab + begin, min(max(a.vocab - begin, 0), kTreeSegment), t);
-  float top = -INFINITY;
+  if (STAGGER && group + 1 < plan.group) Team{2 * kRankThreads, kRankGroups + group + 1}.arrive();
+  float own = -INFINITY;
 #pragma unroll
-  for (int j = 0; j < kRankShare; ++j) top = max_or_nan(top, share.x[j]);
-  const uint32_t order = order_of_logit(top), warp_top = __reduce_max_sync(kAll, order);
-  const uint32_t least = warp_bound(top > -INFINITY ? order : 0u, plan.rounds);
+  for (int j = 0; j < kRankShare; ++j) own = max_or_nan(own, share.x[j]);
+  const uint32_t order = order_of_logit(own), warp_top = __reduce_max_sync(kAll, order);
+  const uint32_t least = warp_bound(own > -INFINITY ? order : 0u, plan.rounds);
   if (threadIdx.x % kWarp == 0) s.top[warp] = warp_top, s.least[warp] = least;
   if (threadIdx.x == 0) s.candidates.length = 0;
   sharers.sync();
   const uint32_t* tops = s.top + group * (kRankThreads / kWarp);
-  top = logit_of_order(max(max(tops[0], tops[1]), max(tops[2], tops[3])));
+  const float top = logit_of_order(max(max(tops[0], tops[1]), max(tops[2], tops[3])));
   const float sum = top > -INFINITY && top < INFINITY ? segment_sum(share, top, s.lane[group], sharers, t) : 0.f;
-  if (t == 0) {
-    s.tops[group] = top, s.sums[group] = sum;
-    if (segment < plan.segments) plan.tops[depth * plan.segments + segment] = top, plan.sums[depth * plan.segments + segment] = sum;
-  }
+  if (t == 0) s.tops[group] = top, s.sums[group] = sum;
   block.sync();
-  rank_share(block, share, begin, plan.best, s);
+  rank_share(block, share, begin, own, plan.best, s);
+}
+
+__global__ __launch_bounds__(kRankGroups * kRankThreads, 1) void rank_kernel(TreeBuildArgs a, TreePlan plan) {
+  __shared__ RankShared s;
+  wait_for_previous();
+  const int depth = blockIdx.y, t = threadIdx.x;
+  const StateRead state(a.state);
+  if (depth >= state.limit(a)) return;
+  rank_segments(a, plan, state, depth, s);
   if (plan.lists == 1) {
+    float top;
     const float lse = row_lse(s.tops, s.sums, plan.segments, top);
-    publish(plan, depth, s.sorted, plan.best, lse, top, block.threads);
+    publish(plan, depth, s.sorted, plan.best, lse, top, blockDim.x);
     return;
   }
+  const int segment = blockIdx.x * plan.group + t;
+  if (t < plan.group && segment < plan.segments) {
+    plan.tops[depth * plan.segments + segment] = s.tops[t], plan.sums[depth * plan.segments + segment] = s.sums[t];
+  }
   Key* out = plan.keys + (static_cast<size_t>(depth) * plan.lists + blockIdx.x) * plan.best;
-  for (int i = threadIdx.x; i < plan.best; i += block.threads) out[i] = s.sorted[i];
+  for (int i = t; i < plan.best; i += blockDim.x) out[i] = s.sorted[i];
 }
 
 // The keys of a depth's lists, brought to shared memory by a team.
@@ -141,6 +151,79 @@ __global__ __launch_bounds__(kMergeThreads, 1) void merge_kernel(TreeBuildArgs a
   }
   __syncthreads();
   if (depth < state.limit(a)) publish(plan, depth, sorted, plan.best, row_sum, row_top, kMergeThreads);
+}
+
+// A cluster's barrier in two halves: what a block wrote to any of its blocks' shared memory before it arrives is there after the wait.
+__device__ __forceinline__ void arrive_at_cluster() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void wait_for_cluster() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+#endif
+}
+
+// Shared memory of block `rank` of the cluster, at the place that `here` is in this one.
+template <typename T>
+__device__ __forceinline__ T load_from_block(const T* here, int rank) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  uint32_t there;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(here))), "r"(rank));
+  if constexpr (sizeof(T) == 8) {
+    unsigned long long v;
+    asm volatile("ld.shared::cluster.u64 %0, [%1];" : "=l"(v) : "r"(there) : "memory");
+    return v;
+  } else {
+    float v;
+    asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(v) : "r"(there) : "memory");
+    return v;
+  }
+#else
+  (void)rank;
+  return *here;
+#endif
+}
+
+// Rank and merge in one launch: a cluster a depth, whose first block merges what the others have ranked.
+constexpr int kMostBlocks = 8;
+
+__global__ __launch_bounds__(kRankGroups * kRankThreads, 1) void depth_kernel(TreeBuildArgs a, TreePlan plan) {
+  __shared__ RankShared s;
+  __shared__ Key keys[kMostBlocks * kFewBest];
+  __shared__ float tops[kMostBlocks * kRankGroups], sums[kMostBlocks * kRankGroups];
+  __shared__ float row_sum, row_top;
+  wait_for_previous();
+  const int depth = blockIdx.y, t = threadIdx.x;
+  const StateRead state(a.state);
+  if (depth >= state.limit(a)) return;  // the whole cluster alike
+  rank_segments(a, plan, state, depth, s);
+  arrive_at_cluster();
+  wait_for_cluster();
+  if (blockIdx.x == 0) {
+    const int n = plan.lists * plan.best;
+    for (int i = t; i < n; i += blockDim.x) keys[i] = load_from_block(s.sorted + i % plan.best, i / plan.best);
+    for (int i = t; i < plan.segments; i += blockDim.x) {
+      tops[i] = load_from_block(s.tops + i % plan.group, i / plan.group), sums[i] = load_from_block(s.sums + i % plan.group, i / plan.group);
+    }
+    if (t == 0) s.candidates.length = 0;
+  }
+  __syncthreads();
+  arrive_at_cluster();  // the other blocks may end once theirs were read
+  if (blockIdx.x == 0) {
+    const int mergers = blockDim.x - kWarp;
+    if (t >= mergers) {
+      float top;
+      const float lse = row_lse(tops, sums, plan.segments, top);
+      if (t % kWarp == 0) row_sum = lse, row_top = top;
+    } else {
+      merge_lists(Team{mergers, 1}, keys, plan.lists, plan.best, s.candidates, s.sorted);
+    }
+    __syncthreads();
+    publish(plan, depth, s.sorted, plan.best, row_sum, row_top, blockDim.x);
+  }
+  wait_for_cluster();
 }
 
 // The same for trees that rank more than kFewBest tokens a depth: a block a segment, then a block a depth.
@@ -292,18 +375,6 @@ __global__ __launch_bounds__(kTreeThreads, 1) void grow_kernel(TreeBuildArgs a, 
   grow_rows(a, state, bad, s, width);
 }
 
-// A cluster's barrier in two halves: what a block wrote to any of its blocks' shared memory before it arrives is there after the wait.
-__device__ __forceinline__ void arrive_at_cluster() {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-#endif
-}
-__device__ __forceinline__ void wait_for_cluster() {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
-#endif
-}
-
 // Shared memory of the cluster's first block, at the place that `here` is in this one; stores to it.
 __device__ __forceinline__ uint32_t first_block_address(const void* here) {
   uint32_t there = static_cast<uint32_t>(__cvta_generic_to_shared(here));
@@ -408,14 +479,19 @@ void CudaBackend::tree_build(const TreeBuildArgs& a) {
     if (plan.best <= kFewBest && lists * plan.best <= kMergeKeys) {
       plan.group = group, plan.lists = lists;
       plan.rounds = (plan.best + group * kRankThreads / kWarp - 1) / (group * kRankThreads / kWarp);
-      launch("tree_rank", rank_kernel, dim3(lists, plan.depths), group * kRankThreads, 0, a, plan);
-      if (lists > 1 && in_registers && overlaps_) {  // what can overlap launches has clusters too
+      const bool clusters = overlaps_ && lists > 1 && lists <= kMostBlocks && group > 1;  // what can overlap launches has clusters too
+      if (clusters) {
+        launch_clusters("tree_rank", depth_kernel, lists, dim3(lists, plan.depths), group * kRankThreads, 0, a, plan);
+      } else {
+        launch("tree_rank", rank_kernel, dim3(lists, plan.depths), group * kRankThreads, 0, a, plan);
+      }
+      if (!clusters && lists > 1 && in_registers && overlaps_) {  // what can overlap launches has clusters too
         const size_t shared = grow_shared(plan) + kFinishTeams * list_bytes;
         reserve_shared(reinterpret_cast<const void*>(finish_kernel), "tree_build", shared);
         launch_clusters("tree_build", finish_kernel, kFinishBlocks, dim3(kFinishBlocks), kFinishTeams * kMergeThreads, shared, a, plan);
         return;
       }
-      if (lists > 1) launch("tree_merge", merge_kernel, dim3(plan.depths), kMergeThreads, list_bytes, a, plan);
+      if (!clusters && lists > 1) launch("tree_merge", merge_kernel, dim3(plan.depths), kMergeThreads, list_bytes, a, plan);
     } else {
       size_t keys = 1;
       while (keys < static_cast<size_t>(plan.best)) keys *= 2;

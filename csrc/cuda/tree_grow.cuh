@@ -43,6 +43,12 @@ __device__ __forceinline__ uint32_t waiting_key(double surprisal, int row) {
   return (static_cast<uint32_t>(__double2hiint(surprisal)) & ~kRowMask) | static_cast<uint32_t>(row);
 }
 
+// What a key leaves out of a surprisal: 32 bits, then the last kRowBits.
+__device__ __forceinline__ uint32_t middle_bits(double surprisal) {
+  return static_cast<uint32_t>(static_cast<unsigned long long>(__double_as_longlong(surprisal)) >> kRowBits);
+}
+__device__ __forceinline__ uint32_t last_bits(double surprisal) { return static_cast<uint32_t>(__double_as_longlong(surprisal)) & kRowMask; }
+
 struct Waiting {
   static constexpr int kPlaces = kGrownRows / kWarp;
   double node[kPlaces];   // surprisal of the node
@@ -62,30 +68,48 @@ struct Offer {
 };
 
 // Of the children whose keys are `least` but for the row, the one that comes first by the whole surprisal, then by path: the row above it, the
-// same in all lanes. The lane that keeps that row offers it afterwards.
+// same in all lanes. The lane that keeps that row offers it afterwards. first: surprisals of the children's first children.
 template <int PLACES>
 __device__ __forceinline__ int first_of_equals(const Waiting& w, const double (&first)[PLACES], uint32_t least, const uint32_t* nodes, Offer& offer) {
   const int lane = threadIdx.x % kWarp;
-  unsigned long long best = ~0ull;
-  uint32_t node = 0;
-  __syncwarp();  // nodes are written by the lanes that keep their parents
-  const auto precedes = [&](unsigned long long surprisal, uint32_t other) {
-    return surprisal < best || (surprisal == best && surprisal != ~0ull && path_before(other, node, nodes));
-  };
+  // The rest of a surprisal in two numbers: what the key leaves out of the first word with most of the second, and the last bits.
+  uint32_t middle = 0xffffffffu;
 #pragma unroll
   for (int p = 0; p < PLACES; ++p) {
-    const unsigned long long surprisal = static_cast<unsigned long long>(__double_as_longlong(w.child[p]));
-    const uint32_t other = packed_node(w.level[p], w.at[p] - w.level[p], p * kWarp + lane);
-    const bool better = (w.key[p] ^ least) <= kRowMask && precedes(surprisal, other);
-    best = better ? surprisal : best, node = better ? other : node;
+    const uint32_t bits = middle_bits(w.child[p]);
+    middle = (w.key[p] ^ least) <= kRowMask ? min(middle, bits) : middle;
+  }
+  middle = __reduce_min_sync(kAll, middle);
+  uint32_t last = 0xffffffffu;
+#pragma unroll
+  for (int p = 0; p < PLACES; ++p) {
+    const bool equal = (w.key[p] ^ least) <= kRowMask && middle_bits(w.child[p]) == middle;
+    const uint32_t bits = last_bits(w.child[p]) << kRowBits | static_cast<uint32_t>(p * kWarp + lane);
+    last = equal ? min(last, bits) : last;
+  }
+  uint32_t whole = __reduce_min_sync(kAll, last);
+  // Lanes that keep a child of the same surprisal. Their paths are compared two by two.
+  uint32_t node = 0;
+  bool mine = false, several = false;
+  __syncwarp();  // nodes are written by the lanes that keep their parents
+#pragma unroll
+  for (int p = 0; p < PLACES; ++p) {
+    const int row = p * kWarp + lane;
+    const bool equal = (w.key[p] ^ least) <= kRowMask && middle_bits(w.child[p]) == middle && last_bits(w.child[p]) == whole >> kRowBits;
+    several |= equal && row != static_cast<int>(whole & kRowMask);
+    const uint32_t other = packed_node(w.level[p], w.at[p] - w.level[p], row);
+    const bool better = equal && (!mine || path_before(other, node, nodes));
+    mine |= equal, node = better ? other : node;
     offer.child = better ? w.child[p] : offer.child, offer.first = better ? first[p] : offer.first;
     offer.level = better ? w.level[p] : offer.level;
   }
+  if (!__any_sync(kAll, several)) return static_cast<int>(whole & kRowMask);
 #pragma unroll
   for (int mask = 1; mask < kWarp; mask *= 2) {
-    const unsigned long long surprisal = __shfl_xor_sync(kAll, best, mask);
+    const bool theirs = __shfl_xor_sync(kAll, mine ? 1 : 0, mask) != 0;
     const uint32_t other = __shfl_xor_sync(kAll, node, mask);
-    if (precedes(surprisal, other)) best = surprisal, node = other;
+    if (theirs && (!mine || path_before(other, node, nodes))) node = other;
+    mine |= theirs;
   }
   return parent_of(node);
 }

@@ -12,6 +12,7 @@ constexpr int kRankGroups = 5;                             // segments a block r
 constexpr int kRankWarps = kRankGroups * kRankThreads / kWarp;
 constexpr int kCandidates = 512;                           // room for what reaches a bound
 constexpr int kAtOnce = 4;                                 // candidates that a warp places side by side
+static_assert(kRankShare == 32, "a bit an element");
 static_assert(kRankThreads == 128 && kTreeLanes == 256, "segment_sum spells out the halving of 256 lanes");
 
 // Threads of a block that work together: `threads` from `begin` on, whole warps, which meet at barrier `barrier`.
@@ -21,6 +22,7 @@ struct Team {
   __device__ __forceinline__ int thread() const { return static_cast<int>(threadIdx.x) - begin; }
 
   __device__ __forceinline__ void sync() const { asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory"); }
+  __device__ __forceinline__ void arrive() const { asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory"); }
   __device__ __forceinline__ int warps() const { return threads / kWarp; }
 };
 
@@ -129,19 +131,27 @@ __device__ __forceinline__ float segment_sum(const SegmentShare& share, float to
   return v;
 }
 
-// Puts the keys of a share that reach `bound` among the candidates, in any order.
-__device__ __forceinline__ void collect(const SegmentShare& share, int first, float bound, Candidates& c) {
-  uint32_t hits = 0;
+// Puts the keys of a share that reach `bound` among the candidates, in any order. top: the thread's greatest logit. Most warps have a few
+// such keys, most lanes none or one; it is read again, because registers have no index.
+__device__ __forceinline__ void collect(const SegmentShare& share, int first, float top, float bound, Candidates& c) {
+  if (!__any_sync(kAll, top >= bound)) return;
+  if (bound == 0.f) bound = -0.f;  // from which no zero is below
+  uint32_t below = 0;              // bit 31 - j: the difference of element j is negative
 #pragma unroll
-  for (int j = 0; j < kRankShare; ++j) hits |= share.x[j] >= bound ? 1u << j : 0u;
-  if (hits == 0) return;
-  int at = atomicAdd(&c.length, __popc(hits));
-#pragma unroll
-  for (int j = 0; j < kRankShare; ++j) {
-    if (hits >> j & 1) {
-      if (at < kCandidates) c.key[at] = key_of(share.x[j], first + j * kRankThreads);
-      ++at;
+  for (int j = 0; j < kRankShare; ++j) below = __funnelshift_l(__float_as_uint(__fsub_rn(share.x[j], bound)), below, 1);
+  uint32_t hits = ~below;
+  const int lane = threadIdx.x % kWarp, all = __reduce_add_sync(kAll, __popc(hits));
+  int at = 0;
+  if (lane == 0) at = atomicAdd(&c.length, all);
+  at = __shfl_sync(kAll, at, 0);
+  for (unsigned some = __ballot_sync(kAll, hits != 0); some != 0; some = __ballot_sync(kAll, hits != 0)) {
+    const int place = at + __popc(some & ((1u << lane) - 1));
+    if (hits != 0 && place < kCandidates) {
+      const int i = share.t + (kRankShare - __ffs(static_cast<int>(hits))) * kRankThreads;
+      c.key[place] = key_of(share.segment[i], first + i);
     }
+    hits &= hits - 1;
+    at += __popc(some);
   }
 }
 
@@ -158,10 +168,10 @@ __device__ __forceinline__ uint32_t warp_bound(uint32_t mine, int rounds) {
   return least;
 }
 
-__device__ __forceinline__ void rank_share(const Team& block, const SegmentShare& share, int first, int wanted, RankShared& s) {
+__device__ __forceinline__ void rank_share(const Team& block, const SegmentShare& share, int first, float top, int wanted, RankShared& s) {
   uint32_t least = threadIdx.x % kWarp < static_cast<unsigned>(block.warps()) ? s.least[threadIdx.x % kWarp] : 0xffffffffu;
   least = __reduce_min_sync(kAll, least);
-  collect(share, first + share.t, least == 0 ? -3.402823466e38f : logit_of_order(least), s.candidates);  // the least finite one
+  collect(share, first, top, least == 0 ? -3.402823466e38f : logit_of_order(least), s.candidates);  // the least finite one
   block.sync();
   if (s.candidates.length > kCandidates) {
     const Key bound = exact_bound(block, wanted, s.candidates, [&](Key raised) {
