@@ -19,9 +19,8 @@ namespace {
 using namespace cuda;
 
 constexpr bool STAGGER = false;
-constexpr int kMergers = 256;                        // threads that merge a depth's lists
-constexpr int kMergeThreads = kMergers + kWarp;      // the last warp forms the log-sum-exp meanwhile
-constexpr int kMergeKeys = 4096;                     // of all lists of a depth, what merge_kernel has shared memory for
+constexpr int kMergeThreads = 256 + kWarp;  // the last warp forms the log-sum-exp meanwhile
+constexpr int kMergeKeys = 4096;            // of all lists of a depth, what merge_kernel has shared memory for
 
 __device__ __forceinline__ double surprisal_of(Key key, float lse) { return fabs(static_cast<double>(__fsub_rn(logit_of(key), lse))); }
 
@@ -137,13 +136,13 @@ __global__ __launch_bounds__(kMergeThreads, 1) void merge_kernel(TreeBuildArgs a
   wait_for_previous();
   const int depth = blockIdx.x;
   const StateRead state(a.state);
-  const size_t cell = static_cast<size_t>(depth) * plan.segments;
-  if (threadIdx.x >= kMergers) {
+  const Team team{kMergeThreads - kWarp, 1};
+  if (threadIdx.x >= team.threads) {
+    const size_t cell = static_cast<size_t>(depth) * plan.segments;
     float top;
     const float lse = row_lse(plan.tops + cell, plan.sums + cell, plan.segments, top);
     if (threadIdx.x % kWarp == 0) row_sum = lse, row_top = top;
   } else {
-    const Team team{kMergers, 1};
     if (threadIdx.x == 0) candidates.length = 0;
     fetch_lists(team, plan, depth, keys);
     team.sync();
@@ -187,12 +186,12 @@ __device__ __forceinline__ T load_from_block(const T* here, int rank) {
 }
 
 // Rank and merge in one launch: a cluster a depth, whose first block merges what the others have ranked.
-constexpr int kMostBlocks = 8;
+constexpr int kDepthBlocks = 8;
 
 __global__ __launch_bounds__(kRankGroups * kRankThreads, 1) void depth_kernel(TreeBuildArgs a, TreePlan plan) {
   __shared__ RankShared s;
-  __shared__ Key keys[kMostBlocks * kFewBest];
-  __shared__ float tops[kMostBlocks * kRankGroups], sums[kMostBlocks * kRankGroups];
+  __shared__ Key keys[kDepthBlocks * kFewBest];
+  __shared__ float tops[kDepthBlocks * kRankGroups], sums[kDepthBlocks * kRankGroups];
   __shared__ float row_sum, row_top;
   wait_for_previous();
   const int depth = blockIdx.y, t = threadIdx.x;
@@ -375,85 +374,6 @@ __global__ __launch_bounds__(kTreeThreads, 1) void grow_kernel(TreeBuildArgs a, 
   grow_rows(a, state, bad, s, width);
 }
 
-// Shared memory of the cluster's first block, at the place that `here` is in this one; stores to it.
-__device__ __forceinline__ uint32_t first_block_address(const void* here) {
-  uint32_t there = static_cast<uint32_t>(__cvta_generic_to_shared(here));
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  asm volatile("mapa.shared::cluster.u32 %0, %1, 0;" : "=r"(there) : "r"(there));
-#endif
-  return there;
-}
-__device__ __forceinline__ void store_first_block(uint32_t there, double value) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  asm volatile("st.shared::cluster.f64 [%0], %1;" ::"r"(there), "d"(value) : "memory");
-#endif
-}
-__device__ __forceinline__ void store_first_block(uint32_t there, int value) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  asm volatile("st.shared::cluster.s32 [%0], %1;" ::"r"(there), "r"(value) : "memory");
-#endif
-}
-__device__ __forceinline__ void lower_first_block(uint32_t there, int value) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  asm volatile("red.shared::cluster.min.s32 [%0], %1;" ::"r"(there), "r"(value) : "memory");
-#endif
-}
-
-// Merge and grow in one launch, by a cluster: each block merges some depths, a team a depth, into the table of the first, which grows.
-constexpr int kFinishBlocks = 8, kFinishTeams = 2;
-
-__global__ __launch_bounds__(kFinishTeams * kMergeThreads, 1) void finish_kernel(TreeBuildArgs a, TreePlan plan) {
-  extern __shared__ __align__(16) char shared[];
-  __shared__ Candidates candidates[kFinishTeams];
-  __shared__ Key sorted[kFinishTeams][kFewBest];
-  __shared__ float row_sum[kFinishTeams], row_top[kFinishTeams];
-  __shared__ int worst;
-  const int width = plan.best + 1, given = plan.depths * width, entries = given + 2 * width, keys = plan.lists * plan.best;
-  const Grown s(shared, plan);
-  Key* lists = reinterpret_cast<Key*>(s.rest);
-  const int rank = blockIdx.x, part = threadIdx.x / kMergeThreads;
-  const Team whole{kMergeThreads, 1 + part, part * kMergeThreads}, team{kMergers, 1 + kFinishTeams + part, part * kMergeThreads};
-  if (threadIdx.x == 0) worst = INT32_MAX;
-  arrive_at_cluster();  // met below: no block writes to the first before that runs
-  wait_for_previous();
-  const StateRead state(a.state);
-  const uint32_t first_table = first_block_address(s.table), first_tokens = first_block_address(s.tokens), first_worst = first_block_address(&worst);
-  bool started = false;
-  for (int depth = rank + kFinishBlocks * part; depth < plan.depths; depth += kFinishBlocks * kFinishTeams) {
-    const size_t cell = static_cast<size_t>(depth) * plan.segments;
-    if (whole.thread() >= kMergers) {
-      float top;
-      const float lse = row_lse(plan.tops + cell, plan.sums + cell, plan.segments, top);
-      if (threadIdx.x % kWarp == 0) row_sum[part] = lse, row_top[part] = top;
-    } else {
-      if (team.thread() == 0) candidates[part].length = 0;
-      fetch_lists(team, plan, depth, lists + part * keys);
-      team.sync();
-      merge_lists(team, lists + part * keys, plan.lists, plan.best, candidates[part], sorted[part]);
-    }
-    if (!started) wait_for_cluster(), started = true;
-    whole.sync();
-    const bool used = depth < state.limit(a);
-    for (int i = whole.thread(); i < width; i += kMergeThreads) {
-      const Key key = i < plan.best ? sorted[part][i] : 0;
-      const bool there = used && key != 0;
-      const int at = depth * width + i;
-      store_first_block(first_table + at * 8, there ? surprisal_of(key, row_sum[part]) : __longlong_as_double(-1));
-      store_first_block(first_tokens + at * 4, token_of(key));
-    }
-    if (whole.thread() == 0 && used && !(row_top[part] < INFINITY)) lower_first_block(first_worst, depth);
-    whole.sync();
-  }
-  if (!started) wait_for_cluster();
-  if (rank == 0) {
-    for (int i = given + threadIdx.x; i < entries; i += blockDim.x) s.table[i] = __longlong_as_double(-1);
-  }
-  arrive_at_cluster();
-  wait_for_cluster();
-  if (rank != 0) return;
-  grow_rows(a, state, worst, s, width);
-}
-
 }  // namespace
 
 size_t CudaBackend::tree_scratch(int vocab, int block_size, int budget) const {
@@ -469,29 +389,21 @@ void CudaBackend::tree_build(const TreeBuildArgs& a) {
     throw Error("RequestError", name_ + ": budget " + std::to_string(a.budget) + " is above the " +
                                     std::to_string(kTreeMaxBest) + " that tree_build is built for");
   }
-  const bool in_registers = grows_in_registers(a, plan);
   if (plan.depths > 0 && plan.best > 0) {
-    // As many segments a block as make one wave of blocks.
+    // As many segments a block as make one wave of blocks, and so many that a cluster holds a depth.
     const int64_t cells = static_cast<int64_t>(plan.depths) * plan.segments, multiprocessors = device_shape_.multiprocessors;
-    const int group = static_cast<int>(std::min<int64_t>({(cells + multiprocessors - 1) / multiprocessors, kRankGroups, plan.segments}));
+    const int wave = static_cast<int>((cells + multiprocessors - 1) / multiprocessors), held = (plan.segments + kDepthBlocks - 1) / kDepthBlocks;
+    const int group = std::min({std::max(wave, held), kRankGroups, plan.segments}), threads = group * kRankThreads;
     const int lists = (plan.segments + group - 1) / group;
-    const size_t list_bytes = sizeof(Key) * lists * plan.best;
     if (plan.best <= kFewBest && lists * plan.best <= kMergeKeys) {
-      plan.group = group, plan.lists = lists;
-      plan.rounds = (plan.best + group * kRankThreads / kWarp - 1) / (group * kRankThreads / kWarp);
-      const bool clusters = overlaps_ && lists > 1 && lists <= kMostBlocks && group > 1;  // what can overlap launches has clusters too
-      if (clusters) {
-        launch_clusters("tree_rank", depth_kernel, lists, dim3(lists, plan.depths), group * kRankThreads, 0, a, plan);
+      plan.group = group, plan.lists = lists, plan.rounds = (plan.best + threads / kWarp - 1) / (threads / kWarp);
+      const dim3 grid(static_cast<unsigned>(lists), static_cast<unsigned>(plan.depths));
+      if (lists > 1 && lists <= kDepthBlocks && overlaps_) {  // what can overlap launches has clusters too
+        launch_clusters("tree_rank", depth_kernel, lists, grid, threads, 0, a, plan);
       } else {
-        launch("tree_rank", rank_kernel, dim3(lists, plan.depths), group * kRankThreads, 0, a, plan);
+        launch("tree_rank", rank_kernel, grid, threads, 0, a, plan);
+        if (lists > 1) launch("tree_merge", merge_kernel, dim3(plan.depths), kMergeThreads, sizeof(Key) * lists * plan.best, a, plan);
       }
-      if (!clusters && lists > 1 && in_registers && overlaps_) {  // what can overlap launches has clusters too
-        const size_t shared = grow_shared(plan) + kFinishTeams * list_bytes;
-        reserve_shared(reinterpret_cast<const void*>(finish_kernel), "tree_build", shared);
-        launch_clusters("tree_build", finish_kernel, kFinishBlocks, dim3(kFinishBlocks), kFinishTeams * kMergeThreads, shared, a, plan);
-        return;
-      }
-      if (!clusters && lists > 1) launch("tree_merge", merge_kernel, dim3(plan.depths), kMergeThreads, list_bytes, a, plan);
     } else {
       size_t keys = 1;
       while (keys < static_cast<size_t>(plan.best)) keys *= 2;
@@ -499,6 +411,7 @@ void CudaBackend::tree_build(const TreeBuildArgs& a) {
       if (plan.segments > 1) launch("tree_merge", merge_many_kernel, dim3(plan.depths), kTreeThreads, sizeof(Key) * keys, a, plan);
     }
   }
+  const bool in_registers = grows_in_registers(a, plan);
   const size_t shared = in_registers ? grow_shared(plan) : Growth::bytes(a.budget);
   const auto grow = in_registers ? grow_kernel : grow_heap_kernel;
   reserve_shared(reinterpret_cast<const void*>(grow), "tree_build", shared);

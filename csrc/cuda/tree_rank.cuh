@@ -8,7 +8,7 @@ namespace cuda {
 
 constexpr int kRankThreads = 128;                          // that share a segment
 constexpr int kRankShare = kTreeSegment / kRankThreads;    // elements a thread holds
-constexpr int kRankGroups = 5;                             // segments a block ranks at most
+constexpr int kRankGroups = 7;                             // segments a block ranks at most
 constexpr int kRankWarps = kRankGroups * kRankThreads / kWarp;
 constexpr int kCandidates = 512;                           // room for what reaches a bound
 constexpr int kAtOnce = 4;                                 // candidates that a warp places side by side
@@ -112,15 +112,20 @@ struct SegmentShare {
   }
 };
 
+// sum + term where x >= -87, else the sum. One instruction under a predicate: the compiler would branch around the term's formation too,
+// and then could not form several side by side.
+__device__ __forceinline__ float add_in_range(float sum, float term, float x) {
+  asm("{\n\t.reg .pred in;\n\tsetp.ge.f32 in, %2, 0fC2AE0000;\n\t@in add.rn.f32 %0, %0, %1;\n\t}" : "+f"(sum) : "f"(term), "f"(x));
+  return sum;
+}
+
 // sum of exp32(x_i - top) over a segment in docs/model.md's order; in thread 0 of those that share it. A thread is the lanes t and t + 128.
 __device__ __forceinline__ float segment_sum(const SegmentShare& share, float top, float* lanes, const Team& sharers, int t) {
   float even = 0.f, odd = 0.f;
 #pragma unroll
   for (int j = 0; j < kRankShare; j += 2) {
     const float a = __fsub_rn(share.x[j], top), b = __fsub_rn(share.x[j + 1], top);
-    float ea = exp32_in_range(a), eb = exp32_in_range(b);
-    asm volatile("" : "+f"(ea), "+f"(eb));  // a branch around each would keep them from being formed side by side
-    even = __fadd_rn(even, a >= -87.f ? ea : 0.f), odd = __fadd_rn(odd, b >= -87.f ? eb : 0.f);
+    even = add_in_range(even, exp32_in_range(a), a), odd = add_in_range(odd, exp32_in_range(b), b);
   }
   lanes[t] = __fadd_rn(even, odd);
   sharers.sync();
