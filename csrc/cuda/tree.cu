@@ -18,7 +18,6 @@ namespace {
 
 using namespace cuda;
 
-constexpr bool STAGGER = false;
 constexpr int kMergeThreads = 256 + kWarp;  // the last warp forms the log-sum-exp meanwhile
 constexpr int kMergeKeys = 4096;            // of all lists of a depth, what merge_kernel has shared memory for
 
@@ -35,38 +34,148 @@ __device__ void publish(const TreePlan& plan, int depth, const Key* keys, int fo
   if (threadIdx.x == 0) plan.bad[depth] = top < INFINITY ? 0 : 1;
 }
 
-// A block's segments: their greatest logits and sums into s.tops and s.sums, their best keys in order into s.sorted.
-__device__ __forceinline__ void rank_segments(const TreeBuildArgs& a, const TreePlan& plan, const StateRead& state, int depth, RankShared& s) {
-  const Team block{static_cast<int>(blockDim.x), 0};
-  const int group = threadIdx.x / kRankThreads, t = threadIdx.x % kRankThreads, warp = threadIdx.x / kWarp;
-  const Team sharers{kRankThreads, 1 + group};
-  const int segment = blockIdx.x * plan.group + group, begin = segment * kTreeSegment;
-  if (STAGGER && group > 0) Team{2 * kRankThreads, kRankGroups + group}.sync();
-  const SegmentShare share(a.draft + static_cast<size_t>(state.first() + depth) * a.vocab + begin, min(max(a.vocab - begin, 0), kTreeSegment), t);
-  if (STAGGER && group + 1 < plan.group) Team{2 * kRankThreads, kRankGroups + group + 1}.arrive();
-  float own = -INFINITY;
+// A cluster's barrier in two halves: what a block wrote to any of its blocks' shared memory before it arrives is there after the wait.
+__device__ __forceinline__ void arrive_at_cluster() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  __syncwarp();
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void wait_for_cluster() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+#endif
+}
+
+// Shared memory of block `rank` of the cluster, at the place that `here` is in this one; stores to it.
+__device__ __forceinline__ uint32_t block_address(const void* here, int rank) {
+  uint32_t there = static_cast<uint32_t>(__cvta_generic_to_shared(here));
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("mapa.shared::cluster.u32 %0, %0, %1;" : "+r"(there) : "r"(rank));
+#endif
+  return there;
+}
+__device__ __forceinline__ void store_to_block(uint32_t there, Key value) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("st.shared::cluster.u64 [%0], %1;" ::"r"(there), "l"(value) : "memory");
+#endif
+}
+__device__ __forceinline__ void store_to_block(uint32_t there, uint32_t value) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(there), "r"(value) : "memory");
+#endif
+}
+
+// A block's segments, and the bound that at least plan.best keys reach: of the block's, or in a cluster (CLUSTER) of the depth's.
+struct Segments {
+  SegmentShare share;
+  Team block;
+  int first;       // token of the segment's first
+  float own;       // the thread's greatest logit
+  uint32_t bound;  // as an order
+
+  template <bool CLUSTER>
+  __device__ __forceinline__ void rank(const TreePlan& plan, RankShared& s) {
+    const int t = threadIdx.x, group = t / kRankThreads, warp = t / kWarp, lane = t % kWarp;
+    const Team sharers{kRankThreads, 1 + group};
+    for (int i = t; i < (plan.maxima + 3) / 4 * 4; i += block.threads) s.maxima[i] = 0;
+    if (t == 0) s.candidates.length = 0, s.bound = 0xffffffffu;
+    if (CLUSTER) {
+      arrive_at_cluster();
+    } else {
+      block.sync();
+    }
+    own = -INFINITY;
 #pragma unroll
-  for (int j = 0; j < kRankShare; ++j) own = max_or_nan(own, share.x[j]);
-  const uint32_t order = order_of_logit(own), warp_top = __reduce_max_sync(kAll, order);
-  const uint32_t least = warp_bound(own > -INFINITY ? order : 0u, plan.rounds);
-  if (threadIdx.x % kWarp == 0) s.top[warp] = warp_top, s.least[warp] = least;
-  if (threadIdx.x == 0) s.candidates.length = 0;
-  sharers.sync();
-  const uint32_t* tops = s.top + group * (kRankThreads / kWarp);
-  const float top = logit_of_order(max(max(tops[0], tops[1]), max(tops[2], tops[3])));
-  const float sum = top > -INFINITY && top < INFINITY ? segment_sum(share, top, s.lane[group], sharers, t) : 0.f;
-  if (t == 0) s.tops[group] = top, s.sums[group] = sum;
-  block.sync();
-  rank_share(block, share, begin, own, plan.best, s);
+    for (int j = 0; j < kRankShare; ++j) own = max_or_nan(own, share.x[j]);
+    const uint32_t order = order_of_logit(own), warp_top = __reduce_max_sync(kAll, order);
+    if (lane == 0) s.top[warp] = warp_top;
+    sharers.sync();
+    const uint32_t* tops = s.top + group * (kRankThreads / kWarp);
+    const float top = logit_of_order(max(max(tops[0], tops[1]), max(tops[2], tops[3])));
+    if (CLUSTER) wait_for_cluster();  // every block has begun and cleared its maxima
+    // A maximum goes to every block that takes a bound from it.
+    const auto give = [&](int at, uint32_t greatest) {
+      if (CLUSTER) {
+        if (lane < plan.lists) store_to_block(block_address(s.maxima + at, lane), greatest);
+      } else if (lane == 0) {
+        s.maxima[at] = greatest;
+      }
+    };
+    const int blocks_before = CLUSTER ? static_cast<int>(blockIdx.x) : 0;
+    if (plan.rounds == 0) {
+      if (t % kRankThreads < kWarp) give(blocks_before * plan.group + group, top > -INFINITY ? order_of_logit(top) : 0u);
+    } else {
+      const int at = (blocks_before * block.warps() + warp) * plan.rounds;
+      warp_maxima(own > -INFINITY ? order : 0u, plan.rounds, [&](int r, uint32_t greatest) { give(at + r, greatest); });
+    }
+    if (CLUSTER) arrive_at_cluster();
+    const float sum = top > -INFINITY && top < INFINITY ? segment_sum(share, top, s.lane[group], sharers, t % kRankThreads) : 0.f;
+    if (t % kRankThreads == 0) {
+      if (CLUSTER) {
+        const int segment = blockIdx.x * plan.group + group;
+        store_to_block(block_address(s.tops + segment, 0), __float_as_uint(top));
+        store_to_block(block_address(s.sums + segment, 0), __float_as_uint(sum));
+      } else {
+        s.tops[group] = top, s.sums[group] = sum;
+      }
+    }
+    if (CLUSTER) {
+      wait_for_cluster();
+    } else {
+      block.sync();
+    }
+    bound = bound_of_maxima(block, s.maxima, plan.maxima, plan.best, s.bound);
+  }
+
+  // The keys that reach the bound to put(place, key), counted in s.candidates.length; where they are more than `room` the block's plan.best
+  // greatest alone.
+  template <typename Put>
+  __device__ __forceinline__ void gather(const TreePlan& plan, int room, RankShared& s, Put put) {
+    int& length = s.candidates.length;
+    collect(share, first, own, bound, length, [&](int place, Key key) {
+      if (place < room) put(place, key);
+    });
+    block.sync();
+    if (length <= room) return;
+    const Key exact = exact_bound(block, plan.best, s.candidates, [&](Key raised) {
+      int reach = 0;
+      share.each(first, [&](Key key) { reach += key >= raised ? 1 : 0; });
+      return reach;
+    });
+    if (threadIdx.x == 0) length = 0;
+    block.sync();
+    share.each(first, [&](Key key) {
+      if (key >= exact) put(atomicAdd(&length, 1), key);
+    });
+    block.sync();
+  }
+};
+
+// The segments of this block; false if the tree does not reach its depth.
+__device__ __forceinline__ bool reaches_depth(const TreeBuildArgs& a, const TreePlan& plan, const float*& row) {
+  const StateRead state(a.state);
+  const int depth = blockIdx.y;
+  row = a.draft + static_cast<size_t>(state.first() + depth) * a.vocab;
+  return depth < state.limit(a);
+}
+__device__ __forceinline__ Segments segments_of(const TreeBuildArgs& a, const TreePlan& plan, const float* row) {
+  const int group = threadIdx.x / kRankThreads, begin = (blockIdx.x * plan.group + group) * kTreeSegment;
+  return {SegmentShare(row + begin, min(max(a.vocab - begin, 0), kTreeSegment), threadIdx.x % kRankThreads),
+          Team{static_cast<int>(blockDim.x), 0}, begin, 0.f, 0u};
 }
 
 __global__ __launch_bounds__(kRankGroups * kRankThreads, 1) void rank_kernel(TreeBuildArgs a, TreePlan plan) {
   __shared__ RankShared s;
   wait_for_previous();
+  const float* row;
+  if (!reaches_depth(a, plan, row)) return;
+  Segments segments = segments_of(a, plan, row);
+  segments.rank<false>(plan, s);
+  segments.gather(plan, kCandidates, s, [&](int place, Key key) { s.candidates.key[place] = key; });
+  sort_candidates(segments.block, s.candidates, plan.best, s.sorted);
+  __syncthreads();
   const int depth = blockIdx.y, t = threadIdx.x;
-  const StateRead state(a.state);
-  if (depth >= state.limit(a)) return;
-  rank_segments(a, plan, state, depth, s);
   if (plan.lists == 1) {
     float top;
     const float lse = row_lse(s.tops, s.sums, plan.segments, top);
@@ -79,6 +188,69 @@ __global__ __launch_bounds__(kRankGroups * kRankThreads, 1) void rank_kernel(Tre
   }
   Key* out = plan.keys + (static_cast<size_t>(depth) * plan.lists + blockIdx.x) * plan.best;
   for (int i = t; i < plan.best; i += blockDim.x) out[i] = s.sorted[i];
+}
+
+// The best of what the blocks of a cluster have given, in order, into s.sorted; by a team.
+__device__ void merge_given(const Team& team, const Key (*given)[kDepthKeys], const TreePlan& plan, RankShared& s) {
+  const int t = team.thread(), lane = t % kWarp;
+  Candidates& c = s.candidates;
+  int all = 0;
+  for (int b = 0; b < plan.lists; ++b) all += s.counts[b];
+  if (all <= kCandidates) {
+    for (int b = t / kWarp; b < plan.lists; b += team.warps()) {
+      int at = 0;
+      for (int before = 0; before < b; ++before) at += s.counts[before];
+      for (int i = lane; i < s.counts[b]; i += kWarp) c.key[at + i] = given[b][i];
+    }
+    if (t == 0) c.length = all;
+    team.sync();
+  } else {
+    const auto each = [&](auto use) {
+      for (int i = t; i < plan.lists * kDepthKeys; i += team.threads) {
+        if (i % kDepthKeys < s.counts[i / kDepthKeys]) use(given[i / kDepthKeys][i % kDepthKeys]);
+      }
+    };
+    const Key bound = exact_bound(team, plan.best, c, [&](Key raised) {
+      int reach = 0;
+      each([&](Key key) { reach += key >= raised ? 1 : 0; });
+      return reach;
+    });
+    if (t == 0) c.length = 0;
+    team.sync();
+    each([&](Key key) {
+      if (key >= bound) c.key[atomicAdd(&c.length, 1)] = key;
+    });
+    team.sync();
+  }
+  sort_candidates(team, c, plan.best, s.sorted);
+}
+
+// Rank and merge in one launch: a cluster a depth, whose blocks share a bound and give what reaches it to the first.
+__global__ __launch_bounds__(kRankGroups * kRankThreads, 1) void depth_kernel(TreeBuildArgs a, TreePlan plan) {
+  __shared__ RankShared s;
+  __shared__ Key given[kDepthBlocks][kDepthKeys];
+  __shared__ float row_sum, row_top;
+  wait_for_previous();
+  const float* row;
+  if (!reaches_depth(a, plan, row)) return;  // the whole cluster alike
+  Segments segments = segments_of(a, plan, row);
+  segments.rank<true>(plan, s);
+  const uint32_t mine = block_address(given[blockIdx.x], 0);
+  segments.gather(plan, kDepthKeys, s, [&](int place, Key key) { store_to_block(mine + place * sizeof(Key), key); });
+  if (threadIdx.x == 0) store_to_block(block_address(s.counts + blockIdx.x, 0), static_cast<uint32_t>(s.candidates.length));
+  arrive_at_cluster();
+  wait_for_cluster();
+  if (blockIdx.x != 0) return;
+  const Team team{segments.block.threads - kWarp, 1};
+  if (static_cast<int>(threadIdx.x) >= team.threads) {
+    float top;
+    const float lse = row_lse(s.tops, s.sums, plan.segments, top);
+    if (threadIdx.x % kWarp == 0) row_sum = lse, row_top = top;
+  } else {
+    merge_given(team, given, plan, s);
+  }
+  __syncthreads();
+  publish(plan, blockIdx.y, s.sorted, plan.best, row_sum, row_top, blockDim.x);
 }
 
 // The keys of a depth's lists, brought to shared memory by a team.
@@ -150,79 +322,6 @@ __global__ __launch_bounds__(kMergeThreads, 1) void merge_kernel(TreeBuildArgs a
   }
   __syncthreads();
   if (depth < state.limit(a)) publish(plan, depth, sorted, plan.best, row_sum, row_top, kMergeThreads);
-}
-
-// A cluster's barrier in two halves: what a block wrote to any of its blocks' shared memory before it arrives is there after the wait.
-__device__ __forceinline__ void arrive_at_cluster() {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-#endif
-}
-__device__ __forceinline__ void wait_for_cluster() {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
-#endif
-}
-
-// Shared memory of block `rank` of the cluster, at the place that `here` is in this one.
-template <typename T>
-__device__ __forceinline__ T load_from_block(const T* here, int rank) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  uint32_t there;
-  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(here))), "r"(rank));
-  if constexpr (sizeof(T) == 8) {
-    unsigned long long v;
-    asm volatile("ld.shared::cluster.u64 %0, [%1];" : "=l"(v) : "r"(there) : "memory");
-    return v;
-  } else {
-    float v;
-    asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(v) : "r"(there) : "memory");
-    return v;
-  }
-#else
-  (void)rank;
-  return *here;
-#endif
-}
-
-// Rank and merge in one launch: a cluster a depth, whose first block merges what the others have ranked.
-constexpr int kDepthBlocks = 8;
-
-__global__ __launch_bounds__(kRankGroups * kRankThreads, 1) void depth_kernel(TreeBuildArgs a, TreePlan plan) {
-  __shared__ RankShared s;
-  __shared__ Key keys[kDepthBlocks * kFewBest];
-  __shared__ float tops[kDepthBlocks * kRankGroups], sums[kDepthBlocks * kRankGroups];
-  __shared__ float row_sum, row_top;
-  wait_for_previous();
-  const int depth = blockIdx.y, t = threadIdx.x;
-  const StateRead state(a.state);
-  if (depth >= state.limit(a)) return;  // the whole cluster alike
-  rank_segments(a, plan, state, depth, s);
-  arrive_at_cluster();
-  wait_for_cluster();
-  if (blockIdx.x == 0) {
-    const int n = plan.lists * plan.best;
-    for (int i = t; i < n; i += blockDim.x) keys[i] = load_from_block(s.sorted + i % plan.best, i / plan.best);
-    for (int i = t; i < plan.segments; i += blockDim.x) {
-      tops[i] = load_from_block(s.tops + i % plan.group, i / plan.group), sums[i] = load_from_block(s.sums + i % plan.group, i / plan.group);
-    }
-    if (t == 0) s.candidates.length = 0;
-  }
-  __syncthreads();
-  arrive_at_cluster();  // the other blocks may end once theirs were read
-  if (blockIdx.x == 0) {
-    const int mergers = blockDim.x - kWarp;
-    if (t >= mergers) {
-      float top;
-      const float lse = row_lse(tops, sums, plan.segments, top);
-      if (t % kWarp == 0) row_sum = lse, row_top = top;
-    } else {
-      merge_lists(Team{mergers, 1}, keys, plan.lists, plan.best, s.candidates, s.sorted);
-    }
-    __syncthreads();
-    publish(plan, depth, s.sorted, plan.best, row_sum, row_top, blockDim.x);
-  }
-  wait_for_cluster();
 }
 
 // The same for trees that rank more than kFewBest tokens a depth: a block a segment, then a block a depth.
@@ -374,6 +473,14 @@ __global__ __launch_bounds__(kTreeThreads, 1) void grow_kernel(TreeBuildArgs a, 
   grow_rows(a, state, bad, s, width);
 }
 
+// What a bound is taken from: the segments' greatest logits if they are plenty, else some of every warp's.
+void take_bound_from(TreePlan& plan, int group, int lists, bool cluster) {
+  plan.group = group, plan.lists = lists;
+  const int segments = cluster ? lists * group : group, warps = segments * (kRankThreads / kWarp);
+  plan.rounds = segments >= 2 * plan.best ? 0 : std::min((5 * plan.best + 4 * warps - 1) / (4 * warps), kWarp);
+  plan.maxima = plan.rounds == 0 ? segments : plan.rounds * warps;
+}
+
 }  // namespace
 
 size_t CudaBackend::tree_scratch(int vocab, int block_size, int budget) const {
@@ -396,9 +503,10 @@ void CudaBackend::tree_build(const TreeBuildArgs& a) {
     const int group = std::min({std::max(wave, held), kRankGroups, plan.segments}), threads = group * kRankThreads;
     const int lists = (plan.segments + group - 1) / group;
     if (plan.best <= kFewBest && lists * plan.best <= kMergeKeys) {
-      plan.group = group, plan.lists = lists, plan.rounds = (plan.best + threads / kWarp - 1) / (threads / kWarp);
+      const bool cluster = lists > 1 && lists <= kDepthBlocks && overlaps_;  // what can overlap launches has clusters too
+      take_bound_from(plan, group, lists, cluster);
       const dim3 grid(static_cast<unsigned>(lists), static_cast<unsigned>(plan.depths));
-      if (lists > 1 && lists <= kDepthBlocks && overlaps_) {  // what can overlap launches has clusters too
+      if (cluster) {
         launch_clusters("tree_rank", depth_kernel, lists, grid, threads, 0, a, plan);
       } else {
         launch("tree_rank", rank_kernel, grid, threads, 0, a, plan);

@@ -37,7 +37,8 @@ struct TreePlan {
   double* surprisal; // [depths, best + 1] ascending
   int32_t* tokens;   // [depths, best + 1]
   int segments, lists, best, depths;
-  int group, rounds;  // segments a block ranks; lanes of each of its warps that are to reach the block's bound
+  int group;           // segments a block ranks
+  int rounds, maxima;  // what each warp gives to the maxima that a bound is taken from (0: each segment gives one), and how many they are
 };
 
 inline size_t lay_out(TreePlan& p, char* base, int vocab, int block_size, int budget) {

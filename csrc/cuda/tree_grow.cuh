@@ -114,13 +114,50 @@ __device__ __forceinline__ int first_of_equals(const Waiting& w, const double (&
   return parent_of(node);
 }
 
+// Siblings that follow each other into the tree, n the row of the first, at most `most`: those of row `owner` from its waiting child on, as
+// long as their keys are below those of all other children that wait and of the first one's first child. They take rows side by side. Returns
+// how many; if it is one, nothing has been done. level: where the siblings' level begins in the table.
+template <int PLACES>
+__device__ __forceinline__ int pop_siblings(Waiting& w, int n, int most, int owner, int level, const double* table, int width, uint32_t* nodes,
+                                            double* surprisals) {
+  constexpr int LAST = PLACES - 1;
+  const int lane = threadIdx.x % kWarp, i = (lane - n) & (kWarp - 1);  // this lane's sibling, and row n + i
+  double above = 0.0;
+  int at = 0;
+  uint32_t others = kNothing;
+#pragma unroll
+  for (int p = 0; p < PLACES; ++p) {
+    const bool keeps = owner == p * kWarp + lane;
+    above = keeps ? w.node[p] : above, at = keeps ? w.at[p] : at, others = keeps ? others : min(others, w.key[p]);
+  }
+  above = __shfl_sync(kAll, above, owner), at = __shfl_sync(kAll, at, owner);
+  others = __reduce_min_sync(kAll, others);
+  const double sibling = __dadd_rn(above, table[min(at + i, level + width - 1)]), below = __dadd_rn(sibling, table[level + width]);
+  const uint32_t bound = min(others, __shfl_sync(kAll, waiting_key(below, 0), n)) & ~kRowMask;
+  const unsigned follow = __ballot_sync(kAll, waiting_key(sibling, 0) < bound);
+  const int run = min(__ffs(static_cast<int>(~__funnelshift_r(follow, follow, n))) - 1 & 31, most);
+  if (run <= 1) return 1;
+  if (i < run) {
+    nodes[n + i] = packed_node(level, at + i - level, owner), surprisals[n + i] = sibling;
+    w.node[LAST] = sibling, w.child[LAST] = below, w.level[LAST] = w.at[LAST] = level + width, w.key[LAST] = waiting_key(below, n + i);
+  }
+  const double left = __dadd_rn(above, table[at + run]);
+#pragma unroll
+  for (int p = 0; p < PLACES; ++p) {
+    if (owner == p * kWarp + lane) w.child[p] = left, w.at[p] += run, w.key[p] = waiting_key(left, owner);
+    w.next[p] = table[w.at[p] + 1], w.first[p] = table[w.level[p] + width];
+  }
+  return run;
+}
+
 // Grows from row n, which is in the last of PLACES places, until the place is full, the tree has `rows` rows or nothing waits. table:
 // surprisals [levels + 2, width], NaN where there is no token. Returns the rows of the tree.
 template <int PLACES>
 __device__ __forceinline__ int grow_place(Waiting& w, int n, int rows, const double* table, int width, uint32_t* nodes, double* surprisals) {
   constexpr int LAST = PLACES - 1;
   const int lane = threadIdx.x % kWarp, end = min(rows, PLACES * kWarp);
-  for (; n < end; ++n) {
+  int last = -1;
+  while (n < end) {
     uint32_t mine = w.key[0];
 #pragma unroll
     for (int p = 1; p < PLACES; ++p) mine = min(mine, w.key[p]);
@@ -153,6 +190,14 @@ __device__ __forceinline__ int grow_place(Waiting& w, int n, int rows, const dou
       below = __shfl_sync(kAll, offer.first, owner), popped = __shfl_sync(kAll, offer.child, owner);
       level = __shfl_sync(kAll, offer.level, owner);
     }
+    if (owner == last) {
+      const int run = pop_siblings<PLACES>(w, n, end - n, owner, level, table, width, nodes, surprisals);
+      if (run > 1) {
+        n += run;
+        continue;
+      }
+    }
+    last = owner;
     level += width;
 #pragma unroll
     for (int p = 0; p < PLACES; ++p) {
@@ -167,6 +212,7 @@ __device__ __forceinline__ int grow_place(Waiting& w, int n, int rows, const dou
     }
 #pragma unroll
     for (int p = 0; p < PLACES; ++p) w.next[p] = table[w.at[p] + 1], w.first[p] = table[w.level[p] + width];
+    ++n;
   }
   return n;
 }

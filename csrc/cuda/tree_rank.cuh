@@ -11,6 +11,9 @@ constexpr int kRankShare = kTreeSegment / kRankThreads;    // elements a thread 
 constexpr int kRankGroups = 7;                             // segments a block ranks at most
 constexpr int kRankWarps = kRankGroups * kRankThreads / kWarp;
 constexpr int kCandidates = 512;                           // room for what reaches a bound
+constexpr int kMaxima = 512;                               // and for the maxima that a bound is taken from
+constexpr int kDepthBlocks = 8;                            // blocks of a cluster that ranks a depth, at most
+constexpr int kDepthKeys = 256;                            // candidates of each of them, at most
 constexpr int kAtOnce = 4;                                 // candidates that a warp places side by side
 static_assert(kRankShare == 32, "a bit an element");
 static_assert(kRankThreads == 128 && kTreeLanes == 256, "segment_sum spells out the halving of 256 lanes");
@@ -80,8 +83,11 @@ __device__ inline void sort_candidates(const Team& team, Candidates& c, int want
 // Shared memory of one block that ranks.
 struct RankShared {
   float lane[kRankGroups][kRankThreads];
-  uint32_t top[kRankWarps], least[kRankWarps];
-  float tops[kRankGroups], sums[kRankGroups];
+  uint32_t top[kRankWarps];
+  float tops[kDepthBlocks * kRankGroups], sums[kDepthBlocks * kRankGroups];  // of the block's segments, or in a cluster's first block of the depth's
+  __align__(16) uint32_t maxima[kMaxima];
+  uint32_t bound;
+  int counts[kDepthBlocks];
   Candidates candidates;
   Key sorted[kFewBest];
 };
@@ -136,63 +142,72 @@ __device__ __forceinline__ float segment_sum(const SegmentShare& share, float to
   return v;
 }
 
-// Puts the keys of a share that reach `bound` among the candidates, in any order. top: the thread's greatest logit. Most warps have a few
-// such keys, most lanes none or one; it is read again, because registers have no index.
-__device__ __forceinline__ void collect(const SegmentShare& share, int first, float top, float bound, Candidates& c) {
-  if (!__any_sync(kAll, top >= bound)) return;
+// The bound that `wanted` of the n maxima reach and as few more as may be, as the order of a logit; 0 if fewer are above it. They are
+// greatest logits of disjoint parts, so as many keys reach it, and seldom many more. maxima: filled up to a multiple of four with zeros.
+__device__ __forceinline__ uint32_t bound_of_maxima(const Team& block, const uint32_t* maxima, int n, int wanted, uint32_t& bound) {
+  constexpr int kSharers = 4;  // threads that compare a value with all others
+  const int t = threadIdx.x, part = t % kSharers, quads = (n + 3) / 4, values = block.threads / kSharers;
+  const uint4* all = reinterpret_cast<const uint4*>(maxima);
+  uint32_t least = 0xffffffffu;
+  for (int first = t / kWarp * (kWarp / kSharers); first < n; first += values) {
+    const int at = first + t % kWarp / kSharers;
+    const uint32_t mine = at < n ? maxima[at] : 0xffffffffu;
+    int greater = 0;
+#pragma unroll 4
+    for (int j = part; j < quads; j += kSharers) {
+      const uint4 other = all[j];
+      greater += (other.x > mine ? 1 : 0) + (other.y > mine ? 1 : 0) + (other.z > mine ? 1 : 0) + (other.w > mine ? 1 : 0);
+    }
+    greater += __shfl_xor_sync(kAll, greater, 1);
+    greater += __shfl_xor_sync(kAll, greater, 2);
+    if (greater < wanted) least = min(least, mine);
+  }
+  if (t / kWarp * (kWarp / kSharers) < n) {
+    least = __reduce_min_sync(kAll, least);
+    if (t % kWarp == 0) atomicMin(&bound, least);
+  }
+  block.sync();
+  return bound;
+}
+
+// Element j of a share: registers have no index, but five choices find it.
+__device__ __forceinline__ float element(const SegmentShare& share, int j) {
+  float a[kRankShare / 2];
+#pragma unroll
+  for (int i = 0; i < kRankShare / 2; ++i) a[i] = j & 1 ? share.x[2 * i + 1] : share.x[2 * i];
+#pragma unroll
+  for (int i = 0; i < kRankShare / 4; ++i) a[i] = j & 2 ? a[2 * i + 1] : a[2 * i];
+#pragma unroll
+  for (int i = 0; i < kRankShare / 8; ++i) a[i] = j & 4 ? a[2 * i + 1] : a[2 * i];
+#pragma unroll
+  for (int i = 0; i < kRankShare / 16; ++i) a[i] = j & 8 ? a[2 * i + 1] : a[2 * i];
+  return j & 16 ? a[1] : a[0];
+}
+
+// Gives the keys of a share that reach `order` to put(place, key), places from `length` on in any order. top: the thread's greatest logit.
+template <typename Put>
+__device__ __forceinline__ void collect(const SegmentShare& share, int first, float top, uint32_t order, int& length, Put put) {
+  float bound = order == 0 ? -3.402823466e38f : logit_of_order(order);  // 0: all that are finite
+  if (top < bound) return;
   if (bound == 0.f) bound = -0.f;  // from which no zero is below
   uint32_t below = 0;              // bit 31 - j: the difference of element j is negative
 #pragma unroll
   for (int j = 0; j < kRankShare; ++j) below = __funnelshift_l(__float_as_uint(__fsub_rn(share.x[j], bound)), below, 1);
-  uint32_t hits = ~below;
-  const int lane = threadIdx.x % kWarp, all = __reduce_add_sync(kAll, __popc(hits));
-  int at = 0;
-  if (lane == 0) at = atomicAdd(&c.length, all);
-  at = __shfl_sync(kAll, at, 0);
-  for (unsigned some = __ballot_sync(kAll, hits != 0); some != 0; some = __ballot_sync(kAll, hits != 0)) {
-    const int place = at + __popc(some & ((1u << lane) - 1));
-    if (hits != 0 && place < kCandidates) {
-      const int i = share.t + (kRankShare - __ffs(static_cast<int>(hits))) * kRankThreads;
-      c.key[place] = key_of(share.segment[i], first + i);
-    }
-    hits &= hits - 1;
-    at += __popc(some);
+  for (uint32_t hits = ~below; hits != 0; hits &= hits - 1) {
+    const int j = kRankShare - __ffs(static_cast<int>(hits));
+    put(atomicAdd(&length, 1), key_of(element(share, j), first + share.t + j * kRankThreads));
   }
 }
 
-// The `wanted` best of a block's segments, sorted, into s.sorted; zeros where there are fewer. mine: the order of the thread's greatest
-// logit, 0 if that is -inf. s.candidates.length is 0 before. In each warp so many lanes' greatest logits reach its bound that
-// together they are `wanted`; so the least of the bounds is reached by as many, and seldom by many more.
-__device__ __forceinline__ uint32_t warp_bound(uint32_t mine, int rounds) {
+// What a lane of a warp gives to the maxima: in round r < rounds the warp's r-th greatest of its lanes' logits; the same in all lanes.
+template <typename Put>
+__device__ __forceinline__ void warp_maxima(uint32_t mine, int rounds, Put put) {
   const int lane = threadIdx.x % kWarp;
-  uint32_t least = 0;
-  for (int i = 0; i < rounds; ++i) {
-    least = __reduce_max_sync(kAll, mine);
-    if (lane == __ffs(static_cast<int>(__ballot_sync(kAll, mine == least))) - 1) mine = 0;
+  for (int r = 0; r < rounds; ++r) {
+    const uint32_t greatest = __reduce_max_sync(kAll, mine);
+    put(r, greatest);
+    if (r + 1 < rounds && lane == __ffs(static_cast<int>(__ballot_sync(kAll, mine == greatest))) - 1) mine = 0;
   }
-  return least;
-}
-
-__device__ __forceinline__ void rank_share(const Team& block, const SegmentShare& share, int first, float top, int wanted, RankShared& s) {
-  uint32_t least = threadIdx.x % kWarp < static_cast<unsigned>(block.warps()) ? s.least[threadIdx.x % kWarp] : 0xffffffffu;
-  least = __reduce_min_sync(kAll, least);
-  collect(share, first, top, least == 0 ? -3.402823466e38f : logit_of_order(least), s.candidates);  // the least finite one
-  block.sync();
-  if (s.candidates.length > kCandidates) {
-    const Key bound = exact_bound(block, wanted, s.candidates, [&](Key raised) {
-      int reach = 0;
-      share.each(first, [&](Key key) { reach += key >= raised ? 1 : 0; });
-      return reach;
-    });
-    if (threadIdx.x == 0) s.candidates.length = 0;
-    block.sync();
-    share.each(first, [&](Key key) {
-      if (key >= bound) s.candidates.key[atomicAdd(&s.candidates.length, 1)] = key;
-    });
-    block.sync();
-  }
-  sort_candidates(block, s.candidates, wanted, s.sorted);
-  block.sync();
 }
 
 }  // namespace cuda
