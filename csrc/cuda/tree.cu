@@ -424,11 +424,12 @@ bool grows_in_registers(const TreeBuildArgs& a, const TreePlan& plan) {
 
 // By a whole block, which has filled the table: grows the tree and writes its rows. bad: the lowest depth that cannot be ranked, in the
 // first warp.
-__device__ void grow_rows(const TreeBuildArgs& a, const StateRead& state, int bad, const Grown& s, int width) {
+template <int PLACES>
+__device__ __forceinline__ void grow_rows(const TreeBuildArgs& a, const StateRead& state, int bad, const Grown& s, int width) {
   __shared__ int n_rows;
   if (threadIdx.x < kWarp) {
     const int limit = state.limit(a);
-    const int n = bad < limit ? 1 : grow_in_registers(s.table, width, min(a.budget + 1, a.rows.max_rows), s.nodes, s.scores);
+    const int n = bad < limit ? 1 : grow_in_registers<PLACES>(s.table, width, min(a.budget + 1, a.rows.max_rows), s.nodes, s.scores);
     for (int m = threadIdx.x; m < n; m += kWarp) s.scores[m] = m == 0 ? 0.0 : __dsub_rn(0.0, s.scores[m]);  // no -0
     __syncwarp();
     const int kept = conclude(a, limit, bad, n, s.scores, s.table);
@@ -446,6 +447,7 @@ __device__ void grow_rows(const TreeBuildArgs& a, const StateRead& state, int ba
   }
 }
 
+template <int PLACES>
 __global__ __launch_bounds__(kTreeThreads, 1) void grow_kernel(TreeBuildArgs a, TreePlan plan) {
   extern __shared__ __align__(16) char shared[];
   constexpr int kAhead = 8;
@@ -470,7 +472,7 @@ __global__ __launch_bounds__(kTreeThreads, 1) void grow_kernel(TreeBuildArgs a, 
   }
   __syncthreads();
   const int bad = threadIdx.x < kWarp ? __reduce_min_sync(kAll, first_bad(plan, flag)) : 0;
-  grow_rows(a, state, bad, s, width);
+  grow_rows<PLACES>(a, state, bad, s, width);
 }
 
 // What a bound is taken from: the segments' greatest logits if they are plenty, else some of every warp's.
@@ -521,7 +523,11 @@ void CudaBackend::tree_build(const TreeBuildArgs& a) {
   }
   const bool in_registers = grows_in_registers(a, plan);
   const size_t shared = in_registers ? grow_shared(plan) : Growth::bytes(a.budget);
-  const auto grow = in_registers ? grow_kernel : grow_heap_kernel;
+  // A node of the last row has no child, so the budget alone needs places.
+  const auto grow = !in_registers          ? grow_heap_kernel
+                    : a.budget <= kWarp     ? grow_kernel<1>
+                    : a.budget <= 2 * kWarp ? grow_kernel<2>
+                                            : grow_kernel<4>;
   reserve_shared(reinterpret_cast<const void*>(grow), "tree_build", shared);
   launch("tree_build", grow, dim3(1), kTreeThreads, shared, a, plan);
 }

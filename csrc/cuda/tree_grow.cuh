@@ -49,15 +49,15 @@ __device__ __forceinline__ uint32_t middle_bits(double surprisal) {
 }
 __device__ __forceinline__ uint32_t last_bits(double surprisal) { return static_cast<uint32_t>(__double_as_longlong(surprisal)) & kRowMask; }
 
+template <int PLACES>
 struct Waiting {
-  static constexpr int kPlaces = kGrownRows / kWarp;
-  double node[kPlaces];   // surprisal of the node
-  double child[kPlaces];  // of its child that waits, NaN if none does
-  double next[kPlaces];   // what the table adds to the node's for that child's next sibling
-  double first[kPlaces];  // and to the child's for its first child
-  int level[kPlaces];     // where the children's level begins in the table
-  int at[kPlaces];        // the waiting child there
-  uint32_t key[kPlaces];  // of the waiting child
+  double node[PLACES];   // surprisal of the node
+  double child[PLACES];  // of its child that waits, NaN if none does
+  double next[PLACES];   // what the table adds to the node's for that child's next sibling
+  double first[PLACES];  // and to the child's for its first child
+  int level[PLACES];     // where the children's level begins in the table
+  int at[PLACES];        // the waiting child there
+  uint32_t key[PLACES];  // of the waiting child
 };
 
 // What a lane would give if its child were popped.
@@ -70,7 +70,7 @@ struct Offer {
 // Of the children whose keys are `least` but for the row, the one that comes first by the whole surprisal, then by path: the row above it, the
 // same in all lanes. The lane that keeps that row offers it afterwards. first: surprisals of the children's first children.
 template <int PLACES>
-__device__ __forceinline__ int first_of_equals(const Waiting& w, const double (&first)[PLACES], uint32_t least, const uint32_t* nodes, Offer& offer) {
+__device__ __forceinline__ int first_of_equals(const Waiting<PLACES>& w, const double (&first)[PLACES], uint32_t least, const uint32_t* nodes, Offer& offer) {
   const int lane = threadIdx.x % kWarp;
   // The rest of a surprisal in two numbers: what the key leaves out of the first word with most of the second, and the last bits.
   uint32_t middle = 0xffffffffu;
@@ -118,9 +118,8 @@ __device__ __forceinline__ int first_of_equals(const Waiting& w, const double (&
 // long as their keys are below those of all other children that wait and of the first one's first child. They take rows side by side. Returns
 // how many; if it is one, nothing has been done. level: where the siblings' level begins in the table.
 template <int PLACES>
-__device__ __forceinline__ int pop_siblings(Waiting& w, int n, int most, int owner, int level, const double* table, int width, uint32_t* nodes,
+__device__ __forceinline__ int pop_siblings(Waiting<PLACES>& w, int n, int most, int owner, int level, const double* table, int width, uint32_t* nodes,
                                             double* surprisals) {
-  constexpr int LAST = PLACES - 1;
   const int lane = threadIdx.x % kWarp, i = (lane - n) & (kWarp - 1);  // this lane's sibling, and row n + i
   double above = 0.0;
   int at = 0;
@@ -137,27 +136,36 @@ __device__ __forceinline__ int pop_siblings(Waiting& w, int n, int most, int own
   const unsigned follow = __ballot_sync(kAll, waiting_key(sibling, 0) < bound);
   const int run = min(__ffs(static_cast<int>(~__funnelshift_r(follow, follow, n))) - 1 & 31, most);
   if (run <= 1) return 1;
-  if (i < run) {
-    nodes[n + i] = packed_node(level, at + i - level, owner), surprisals[n + i] = sibling;
-    w.node[LAST] = sibling, w.child[LAST] = below, w.level[LAST] = w.at[LAST] = level + width, w.key[LAST] = waiting_key(below, n + i);
-  }
+  if (i < run) nodes[n + i] = packed_node(level, at + i - level, owner), surprisals[n + i] = sibling;
   const double left = __dadd_rn(above, table[at + run]);
 #pragma unroll
   for (int p = 0; p < PLACES; ++p) {
+    if (i < run && n + i == p * kWarp + lane) {
+      w.node[p] = sibling, w.child[p] = below, w.level[p] = w.at[p] = level + width, w.key[p] = waiting_key(below, n + i);
+    }
     if (owner == p * kWarp + lane) w.child[p] = left, w.at[p] += run, w.key[p] = waiting_key(left, owner);
     w.next[p] = table[w.at[p] + 1], w.first[p] = table[w.level[p] + width];
   }
   return run;
 }
 
-// Grows from row n, which is in the last of PLACES places, until the place is full, the tree has `rows` rows or nothing waits. table:
-// surprisals [levels + 2, width], NaN where there is no token. Returns the rows of the tree.
+// By one warp. Returns the rows of the tree, at most `rows` and 32 * PLACES. table: surprisals [levels + 2, width], NaN where there is no
+// token. nodes, surprisals: [rows]; entry 0 is the root's, whose node is not read. The code is small because every launch fetches it anew.
 template <int PLACES>
-__device__ __forceinline__ int grow_place(Waiting& w, int n, int rows, const double* table, int width, uint32_t* nodes, double* surprisals) {
-  constexpr int LAST = PLACES - 1;
-  const int lane = threadIdx.x % kWarp, end = min(rows, PLACES * kWarp);
-  int last = -1;
-  while (n < end) {
+__device__ __forceinline__ int grow_in_registers(const double* table, int width, int rows, uint32_t* nodes, double* surprisals) {
+  const int lane = threadIdx.x % kWarp;
+  Waiting<PLACES> w;
+#pragma unroll
+  for (int p = 0; p < PLACES; ++p) {
+    w.node[p] = 0.0, w.child[p] = __longlong_as_double(-1), w.level[p] = w.at[p] = 0, w.key[p] = 0xffffffffu;
+    w.next[p] = table[1], w.first[p] = table[width];
+  }
+  if (lane == 0) {
+    surprisals[0] = 0.0;
+    w.child[0] = table[0], w.key[0] = waiting_key(table[0], 0);
+  }
+  int n = 1, last = -1;
+  while (n < rows) {
     uint32_t mine = w.key[0];
 #pragma unroll
     for (int p = 1; p < PLACES; ++p) mine = min(mine, w.key[p]);
@@ -178,7 +186,7 @@ __device__ __forceinline__ int grow_place(Waiting& w, int n, int rows, const dou
       offer.key = less ? w.key[p] : offer.key, offer.child = less ? w.child[p] : offer.child;
       offer.first = less ? first[p] : offer.first, offer.level = less ? w.level[p] : offer.level;
     }
-    if (least >= kNothing) return n;
+    if (least >= kNothing) break;
     bool equal = false;
 #pragma unroll
     for (int p = 0; p < PLACES; ++p) equal |= (w.key[p] ^ least) - 1u < kRowMask;
@@ -191,7 +199,7 @@ __device__ __forceinline__ int grow_place(Waiting& w, int n, int rows, const dou
       level = __shfl_sync(kAll, offer.level, owner);
     }
     if (owner == last) {
-      const int run = pop_siblings<PLACES>(w, n, end - n, owner, level, table, width, nodes, surprisals);
+      const int run = pop_siblings<PLACES>(w, n, rows - n, owner, level, table, width, nodes, surprisals);
       if (run > 1) {
         n += run;
         continue;
@@ -206,34 +214,14 @@ __device__ __forceinline__ int grow_place(Waiting& w, int n, int rows, const dou
         w.child[p] = sibling[p], w.at[p] += 1, w.key[p] = waiting_key(sibling[p], owner);
       }
     }
-    if (lane == n % kWarp) {
-      surprisals[n] = popped;
-      w.node[LAST] = popped, w.child[LAST] = below, w.level[LAST] = level, w.at[LAST] = level, w.key[LAST] = waiting_key(below, n);
-    }
+    if (lane == 0) surprisals[n] = popped;
 #pragma unroll
-    for (int p = 0; p < PLACES; ++p) w.next[p] = table[w.at[p] + 1], w.first[p] = table[w.level[p] + width];
+    for (int p = 0; p < PLACES; ++p) {
+      if (n == p * kWarp + lane) w.node[p] = popped, w.child[p] = below, w.level[p] = w.at[p] = level, w.key[p] = waiting_key(below, n);
+      w.next[p] = table[w.at[p] + 1], w.first[p] = table[w.level[p] + width];
+    }
     ++n;
   }
-  return n;
-}
-
-// nodes, surprisals: [rows]; entry 0 is the root's, whose nodes[0] is not read. Returns the rows of the tree.
-__device__ inline int grow_in_registers(const double* table, int width, int rows, uint32_t* nodes, double* surprisals) {
-  const int lane = threadIdx.x % kWarp;
-  Waiting w;
-#pragma unroll
-  for (int p = 0; p < Waiting::kPlaces; ++p) {
-    w.node[p] = 0.0, w.child[p] = __longlong_as_double(-1), w.level[p] = w.at[p] = 0, w.key[p] = 0xffffffffu;
-    w.next[p] = table[1], w.first[p] = table[width];
-  }
-  if (lane == 0) {
-    surprisals[0] = 0.0;
-    w.child[0] = table[0], w.key[0] = waiting_key(table[0], 0);
-  }
-  int n = grow_place<1>(w, 1, rows, table, width, nodes, surprisals);
-  if (n == kWarp) n = grow_place<2>(w, n, rows, table, width, nodes, surprisals);
-  if (n == 2 * kWarp) n = grow_place<3>(w, n, rows, table, width, nodes, surprisals);
-  if (n == 3 * kWarp) n = grow_place<4>(w, n, rows, table, width, nodes, surprisals);
   __syncwarp();
   return n;
 }
