@@ -130,6 +130,10 @@ TREES = [  # V, block size, B
     (4096, 16, 31),
     (4096, 8, 127),
     (4096, 8, 128),
+    (7, 9, 65),
+    (9000, 12, 33),
+    (30000, 16, 127),
+    (240000, 3, 17),
     (4097, 5, 20),
     (5000, 16, 300),
     (9000, 3, 1024),
@@ -138,9 +142,7 @@ TREES = [  # V, block size, B
 ]
 
 
-@pytest.mark.parametrize("style", ["plain", "ties", "flat", "sparse", "steep"])
-@pytest.mark.parametrize(("vocab", "block", "budget"), TREES)
-def test_tree(cuda: Operations, cpu: Operations, style: str, vocab: int, block: int, budget: int) -> None:
+def _same_tree(cuda: Operations, cpu: Operations, style: str, vocab: int, block: int, budget: int) -> None:
     """The same rows, order, parents, paths and scores, bit for bit."""
     rng = np.random.default_rng(vocab + block)
     draft = _draft(rng, block - 1, vocab, style)
@@ -160,6 +162,24 @@ def test_tree(cuda: Operations, cpu: Operations, style: str, vocab: int, block: 
     for row in range(n):
         depth = want[6][2][row]
         assert same_bits(want[6][3][row, : depth + 1], got[6][3][row, : depth + 1])
+
+
+STYLES = ["plain", "ties", "flat", "sparse", "steep"]
+
+
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize(("vocab", "block", "budget"), TREES)
+def test_tree(cuda: Operations, cpu: Operations, style: str, vocab: int, block: int, budget: int) -> None:
+    _same_tree(cuda, cpu, style, vocab, block, budget)
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_tree_on_a_device_without_clusters(monkeypatch: pytest.MonkeyPatch, cpu: Operations, style: str) -> None:
+    """Depths are ranked and merged by launches that follow each other."""
+    monkeypatch.setenv("KDTREE_CUDA_OVERLAP", "0")
+    with Operations("cuda") as plain:
+        for shape in [(9000, 5, 20), (30000, 16, 100), (163840, 4, 64)]:
+            _same_tree(plain, cpu, style, *shape)
 
 
 LIMITS: list[dict[str, int]] = [
