@@ -81,5 +81,18 @@ struct StateRead {
   }
 };
 
+__device__ __forceinline__ double surprisal_of(Key key, float lse) { return fabs(static_cast<double>(__fsub_rn(logit_of(key), lse))); }
+
+// A depth's result from its sorted keys, by the first `threads` of a block. top: its greatest logit.
+__device__ inline void publish(const TreePlan& plan, int depth, const Key* keys, int found, float lse, float top, int threads) {
+  const int at = depth * (plan.best + 1);
+  for (int i = threadIdx.x; i <= plan.best; i += threads) {
+    const Key key = i < found ? keys[i] : 0;
+    plan.tokens[at + i] = token_of(key);
+    plan.surprisal[at + i] = key != 0 ? surprisal_of(key, lse) : __longlong_as_double(-1);
+  }
+  if (threadIdx.x == 0) plan.bad[depth] = top < INFINITY ? 0 : 1;
+}
+
 }  // namespace cuda
 }  // namespace kdtree

@@ -88,4 +88,66 @@ __device__ int best_keys(KeyAt key_at, int n, int wanted, Key* out, RadixShared&
 }
 
 }  // namespace cuda
+
+namespace {
+
+using namespace cuda;
+
+// The same for trees that rank more than kFewBest tokens a depth: a block a segment, then a block a depth.
+__global__ __launch_bounds__(kTreeThreads) void rank_many_kernel(TreeBuildArgs a, TreePlan plan) {
+  extern __shared__ Key keys[];
+  __shared__ RadixShared s;
+  wait_for_previous();
+  const int segment = blockIdx.x, depth = blockIdx.y, begin = segment * kTreeSegment, t = threadIdx.x;
+  const StateRead state(a.state);
+  if (depth >= state.limit(a)) return;
+  const float* x = a.draft + static_cast<size_t>(state.first() + depth) * a.vocab + begin;
+  const int n = min(kTreeSegment, a.vocab - begin), cell = depth * plan.segments + segment;
+  float top = -INFINITY;
+  for (int i = t; i < n; i += kTreeThreads) top = max_or_nan(top, x[i]);
+#pragma unroll
+  for (int mask = kWarp / 2; mask > 0; mask /= 2) top = max_or_nan(top, __shfl_xor_sync(kAll, top, mask));
+  if (t % kWarp == 0) s.warp_top[t / kWarp] = top;
+  __syncthreads();
+#pragma unroll
+  for (int w = 0; w < kTreeWarps; ++w) top = max_or_nan(top, s.warp_top[w]);
+  const bool empty = !(top > -INFINITY && top < INFINITY);
+  float sum = 0.f;
+  if (!empty) {
+    for (int i = t; i < n; i += kTreeThreads) sum = __fadd_rn(sum, exp32(__fsub_rn(x[i], top)));
+  }
+  s.lane[t] = sum;
+  for (int h = kTreeLanes / 2; h > 0; h /= 2) {
+    __syncthreads();
+    if (t < h) s.lane[t] = __fadd_rn(s.lane[t], s.lane[t + h]);
+  }
+  if (t == 0) plan.tops[cell] = top, plan.sums[cell] = s.lane[0], s.top = top;
+  const int wanted = min(plan.best, n);
+  int found = 0;
+  if (!empty) found = best_keys([&](int i) { return x[i] > -INFINITY ? key_of(x[i], begin + i) : Key{0}; }, n, wanted, keys, s);
+  __syncthreads();
+  if (plan.lists == 1) {
+    const float lse = row_lse(&s.top, s.lane, 1, top);
+    publish(plan, depth, keys, found, lse, top, kTreeThreads);
+    return;
+  }
+  Key* out = plan.keys + static_cast<size_t>(cell) * plan.best;
+  for (int i = t; i < plan.best; i += kTreeThreads) out[i] = i < found ? keys[i] : 0;
+}
+
+__global__ __launch_bounds__(kTreeThreads) void merge_many_kernel(TreeBuildArgs a, TreePlan plan) {
+  extern __shared__ Key keys[];
+  __shared__ RadixShared s;
+  wait_for_previous();
+  const int depth = blockIdx.x;
+  if (depth >= StateRead(a.state).limit(a)) return;
+  const size_t cell = static_cast<size_t>(depth) * plan.segments;
+  const Key* in = plan.keys + cell * plan.best;
+  const int found = best_keys([&](int i) { return in[i]; }, plan.segments * plan.best, plan.best, keys, s);
+  float top;
+  const float lse = row_lse(plan.tops + cell, plan.sums + cell, plan.segments, top);
+  publish(plan, depth, keys, found, lse, top, kTreeThreads);
+}
+
+}  // namespace
 }  // namespace kdtree
