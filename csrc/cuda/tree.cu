@@ -43,14 +43,15 @@ __global__ __launch_bounds__(kTreeThreads, 1) void grow_heap_kernel(TreeBuildArg
 struct Grown {
   double* table;     // [depths + 2, best + 1]: every depth's surprisals, and two rows of NaN below the last that may be used
   double* scores;    // [kGrownRows]
+  double* expected;  // [kGrownRows]: of the cut by costs
   int32_t* tokens;   // [depths + 2, best + 1]
   uint32_t* nodes;   // [kGrownRows]
   char* rest;
 
   __host__ __device__ Grown(char* base, const TreePlan& plan) {
     const size_t entries = (static_cast<size_t>(plan.depths) + 2) * (plan.best + 1);
-    table = reinterpret_cast<double*>(base), scores = table + entries;
-    tokens = reinterpret_cast<int32_t*>(scores + kGrownRows);
+    table = reinterpret_cast<double*>(base), scores = table + entries, expected = scores + kGrownRows;
+    tokens = reinterpret_cast<int32_t*>(expected + kGrownRows);
     nodes = reinterpret_cast<uint32_t*>(tokens + (entries + 1) / 2 * 2);
     rest = reinterpret_cast<char*>(nodes + kGrownRows);
   }
@@ -70,7 +71,7 @@ __device__ __forceinline__ void grow_rows(const TreeBuildArgs& a, const StateRea
     const int n = bad < limit ? 1 : grow_in_registers<PLACES>(s.table, width, min(a.budget + 1, a.rows.max_rows), s.nodes, s.scores);
     for (int m = threadIdx.x; m < n; m += kWarp) s.scores[m] = m == 0 ? 0.0 : __dsub_rn(0.0, s.scores[m]);  // no -0
     __syncwarp();
-    const int kept = conclude(a, limit, bad, n, s.scores, s.table);
+    const int kept = conclude(a, limit, bad, n, s.scores, s.expected);
     if (threadIdx.x == 0) n_rows = kept;
   }
   __syncthreads();

@@ -21,6 +21,7 @@ __device__ __forceinline__ void arrive_at_cluster() {
 }
 __device__ __forceinline__ void wait_for_cluster() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  __syncwarp();
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 #endif
 }
