@@ -1,9 +1,9 @@
 // tree_build: the DDTree of a round (arXiv 2604.12989, Algorithm 1), bit for bit the tree of docs/model.md.
 //
-//   rank: a block a depth and `group` segments of 4096 logits: their shares of the log-sum-exp and their K best tokens.
-//   merge: with more than one block a depth, a block a depth: its log-sum-exp and K best from those of the segments.
+//   rank and merge: every depth's log-sum-exp and its K best tokens in order; a cluster a depth, or a block a depth and `group` segments of
+//   4096 logits and then a block a depth.
 //   grow: one block: a warp grows the tree in registers, or a thread pops and pushes a heap, then all threads write the rows.
-// Bytes: L*V logits once. Bound by latency for small vocabularies.
+// Bytes: L*V logits once. Bound by latency: of the chain of phases, and of the pops of large trees (docs/kernels_mla.md).
 #include <algorithm>
 
 #include "backend.h"

@@ -131,13 +131,14 @@ struct Segments {
   }
 };
 
-// The segments of this block; false if the tree does not reach its depth.
-__device__ __forceinline__ bool reaches_depth(const TreeBuildArgs& a, const TreePlan& plan, const float*& row) {
+// The row of logits of this block's depth; false if the tree does not reach it.
+__device__ __forceinline__ bool reaches_depth(const TreeBuildArgs& a, const float*& row) {
   const StateRead state(a.state);
   const int depth = blockIdx.y;
   row = a.draft + static_cast<size_t>(state.first() + depth) * a.vocab;
   return depth < state.limit(a);
 }
+// The segments of this block, their logits on the way.
 __device__ __forceinline__ Segments segments_of(const TreeBuildArgs& a, const TreePlan& plan, const float* row) {
   const int group = threadIdx.x / kRankThreads, begin = (blockIdx.x * plan.group + group) * kTreeSegment;
   return {SegmentShare(row + begin, min(max(a.vocab - begin, 0), kTreeSegment), threadIdx.x % kRankThreads),
@@ -148,7 +149,7 @@ __global__ __launch_bounds__(kRankGroups * kRankThreads, 1) void rank_kernel(Tre
   __shared__ RankShared s;
   wait_for_previous();
   const float* row;
-  if (!reaches_depth(a, plan, row)) return;
+  if (!reaches_depth(a, row)) return;
   Segments segments = segments_of(a, plan, row);
   segments.rank<false>(plan, s);
   segments.gather(plan, kCandidates, s, [&](int place, Key key) { s.candidates.key[place] = key; });
@@ -211,7 +212,7 @@ __global__ __launch_bounds__(kRankGroups * kRankThreads, 1) void depth_kernel(Tr
   __shared__ float row_sum, row_top;
   wait_for_previous();
   const float* row;
-  if (!reaches_depth(a, plan, row)) return;  // the whole cluster alike
+  if (!reaches_depth(a, row)) return;  // the whole cluster alike
   Segments segments = segments_of(a, plan, row);
   segments.rank<true>(plan, s);
   const uint32_t mine = block_address(given[blockIdx.x], 0);

@@ -13,7 +13,6 @@ constexpr int kGrownRows = 4 * kWarp;  // rows of a tree that is grown in regist
 constexpr int kRowBits = 7;
 static_assert(kGrownRows == 1 << kRowBits, "a row's number fits its bits");
 constexpr uint32_t kRowMask = kGrownRows - 1;
-constexpr int kTableBits = 32 - 2 * kRowBits;
 
 // A node, or a child that waits: where its level begins in the table of surprisals, its rank there, its parent's row.
 __device__ __forceinline__ uint32_t packed_node(int level, int rank, int parent) {
@@ -70,7 +69,8 @@ struct Offer {
 // Of the children whose keys are `least` but for the row, the one that comes first by the whole surprisal, then by path: the row above it, the
 // same in all lanes. The lane that keeps that row offers it afterwards. first: surprisals of the children's first children.
 template <int PLACES>
-__device__ __forceinline__ int first_of_equals(const Waiting<PLACES>& w, const double (&first)[PLACES], uint32_t least, const uint32_t* nodes, Offer& offer) {
+__device__ __forceinline__ int first_of_equals(const Waiting<PLACES>& w, const double (&first)[PLACES], uint32_t least, const uint32_t* nodes,
+                                               Offer& offer) {
   const int lane = threadIdx.x % kWarp;
   // The rest of a surprisal in two numbers: what the key leaves out of the first word with most of the second, and the last bits.
   uint32_t middle = 0xffffffffu;
@@ -87,7 +87,7 @@ __device__ __forceinline__ int first_of_equals(const Waiting<PLACES>& w, const d
     const uint32_t bits = last_bits(w.child[p]) << kRowBits | static_cast<uint32_t>(p * kWarp + lane);
     last = equal ? min(last, bits) : last;
   }
-  uint32_t whole = __reduce_min_sync(kAll, last);
+  const uint32_t whole = __reduce_min_sync(kAll, last);
   // Lanes that keep a child of the same surprisal. Their paths are compared two by two.
   uint32_t node = 0;
   bool mine = false, several = false;
@@ -134,7 +134,7 @@ __device__ __forceinline__ int pop_siblings(Waiting<PLACES>& w, int n, int most,
   const double sibling = __dadd_rn(above, table[min(at + i, level + width - 1)]), below = __dadd_rn(sibling, table[level + width]);
   const uint32_t bound = min(others, __shfl_sync(kAll, waiting_key(below, 0), n)) & ~kRowMask;
   const unsigned follow = __ballot_sync(kAll, waiting_key(sibling, 0) < bound);
-  const int run = min(__ffs(static_cast<int>(~__funnelshift_r(follow, follow, n))) - 1 & 31, most);
+  const int run = min((__ffs(static_cast<int>(~__funnelshift_r(follow, follow, n))) - 1) & (kWarp - 1), most);
   if (run <= 1) return 1;
   if (i < run) nodes[n + i] = packed_node(level, at + i - level, owner), surprisals[n + i] = sibling;
   const double left = __dadd_rn(above, table[at + run]);
