@@ -191,7 +191,7 @@ def test_moe(ops: Ops, kind: str, m: int, dim: int, inner: int, experts: int, k:
     )  # fmt: skip
     out, act, shared_act = case.run(ops, slice(None))
     counted = "experts_bf16" if kind == "bf16" else "experts_int4_bf16"
-    own = ("_down", "_stream", "_combine")  # of the kernels that one backend takes for it
+    own = ("_down", "_stream", "_combine", "_norm", "_order")  # of the kernels that one backend takes for it
     assert {c for c in ops.counters() if c.startswith("experts") and not c.endswith(own)} == {counted}
     gate, up, down = (w[2] for w in made)
     want_act, want = np.zeros(act.shape), case.x.astype(np.float64)
@@ -294,9 +294,15 @@ def test_mla(ops: Ops, dims: tuple[int, ...]) -> None:
         p = np.exp(score - score.max(-1, keepdims=True))
         return np.asarray(rounding(p) @ k / p.sum(-1, keepdims=True))
 
-    assert error(value(got["o_lat"]), nearest(attended(nearest))) < BOUND
+    # Sums kept in eleven bits before the last rounding may fall on its other side: so the error is held against that of
+    # the rounding alone, to which they add a sixty-fourth.
+    def share(rounding: Rounding) -> float:
+        want = attended(rounding)
+        return error(value(got["o_lat"]), want) / error(nearest(want), want)
+
+    assert share(nearest) < 1.05
     for wrong in (untouched, truncated):
-        assert error(value(got["o_lat"]), nearest(attended(wrong))) > BOUND
+        assert share(wrong) > 1.1
     o = np.einsum("thr,hvr->thv", value(got["o_lat"]), w[:, layer.nope :])
     assert error(value(got["o"]), nearest(o)) < BOUND < error(value(got["o"]), truncated(o))
 
