@@ -9,7 +9,8 @@
 // whole groups of multiprocessors, of which an H200 has 15, and the exchange through their shared memory is not faster.
 // Reduction order: stream.cuh; wgmma gives the bits of mma.sync, so that whether this kernel serves may depend on the rows.
 // Waiting: every block gets its place, because the grid is no larger than the device, what runs before or beside it ends without it,
-// and the next launch is let in by all blocks of this one.
+// and the next launch is let in by all blocks of this one. The eight that wait for each other have neighbouring numbers, so that where
+// several sessions share a device each launch keeps seven multiprocessors waiting at the most.
 #include <algorithm>
 
 #include "backend.h"
