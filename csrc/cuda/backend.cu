@@ -16,7 +16,7 @@ constexpr int kGuardByte = 0xa5;
 constexpr uint32_t kPoison = 0x7ffadbad;     // NaN as f32 and, twice, as f64; out of every range as i32
 constexpr size_t kStaging = 64 << 10;        // downloads up to this many bytes go through pinned memory
 constexpr size_t kMaxGraphs = 256;         // keys hold temperatures and lengths, so a session may see any number of them
-constexpr size_t kMibAhead = 20;             // of weights fetched during an exchange: what memory gives in its time
+constexpr size_t kMibAhead = 0;              // of weights fetched during an exchange: docs/ranks.md says why none
 constexpr size_t kDefaultShared = 48 << 10;  // static and dynamic together, without asking for more
 
 constexpr size_t round_up(size_t n) { return (n + kGuard - 1) / kGuard * kGuard; }
