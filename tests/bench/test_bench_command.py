@@ -22,6 +22,7 @@ def known_ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ceilings, "measure", lambda device: LIMITS)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("known_ceilings")
 def test_ops_and_step_write_json_and_a_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, picture = tmp_path / "bench.json", tmp_path / "bench.svg"

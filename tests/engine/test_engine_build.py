@@ -48,6 +48,7 @@ def value(library: Path) -> int:
     return int(ctypes.CDLL(str(library)).value())
 
 
+@pytest.mark.slow
 def test_built_once_and_found_again(tree: Path) -> None:
     first = build()
     assert value(first) == 41

@@ -44,6 +44,7 @@ def test_figures_and_equality() -> None:
     assert "9    4.00 +- 0.00    2.00 +- 0.00  NO" in acceptance.show(lines)
 
 
+@pytest.mark.slow
 def test_acceptance_on_held_out_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A few tokens of each document: every output is AR's, trees commit 2.5 and at least what chains do."""
     out = tmp_path / "acceptance.json"
