@@ -294,8 +294,13 @@ def test_mla(ops: Ops, dims: tuple[int, ...]) -> None:
         p = np.exp(score - score.max(-1, keepdims=True))
         return np.asarray(rounding(p) @ k / p.sum(-1, keepdims=True))
 
-    # Sums kept in eleven bits before the last rounding may fall on its other side: so the error is held against that of
-    # the rounding alone, to which they add a sixty-fourth.
+    if "mla_attention_bf16_hopper" not in ops.counters():
+        assert error(value(got["o_lat"]), nearest(attended(nearest))) < BOUND
+        for wrong in (untouched, truncated):
+            assert error(value(got["o_lat"]), nearest(attended(wrong))) > BOUND
+
+    # Hopper's sums have eleven bits before the last rounding and may fall on its other side: so its error is held
+    # against that of the rounding alone, to which they add a sixty-fourth.
     def share(rounding: Rounding) -> float:
         want = attended(rounding)
         return error(value(got["o_lat"]), want) / error(nearest(want), want)
