@@ -5,11 +5,12 @@
 namespace kdtree {
 namespace {
 
-// product: linear, normed for one with a norm, wide for one without where warpgroup products are known, gate_up or down. The variant as
+// product: linear, normed for one with a norm, wide and whole where warpgroup products are known, whole with one tile of weights, gate_up or
+// down. The variant as
 // `mt nt cl warps depth resident held shared`, shared in bytes a block; or of gate_up and down as `staged split nt warps units depth resident
-// shared`; or `wide shared`; or `generic`.
+// shared`; or `wide shared` or `whole shared`; or `generic`.
 std::string product_plan(std::string product, bool int4, int64_t k, int64_t rows, bool paired, bool clusters, int64_t shared) {
-  const bool wide = product == "wide", normed = product == "normed";
+  const bool whole = product == "whole", wide = whole || product == "wide", normed = product == "normed";
   if (wide || normed) product = "linear";
   const stream::Device device{clusters, 132, static_cast<size_t>(shared), wide};
   const WeightKind kind = int4 ? WeightKind::kInt4 : WeightKind::kBf16;
@@ -20,7 +21,10 @@ std::string product_plan(std::string product, bool int4, int64_t k, int64_t rows
     return text + std::to_string(bytes);
   };
   if (!stream::serves(device, in)) return "generic";
-  if (stream::serves_wide(device, kind, in, m, false)) return "wide " + std::to_string(stream::wide_shared(kind, in));
+  if (stream::serves_wide(device, kind, in, m)) {
+    if (whole && stream::serves_whole(device, kind, in, 1)) return "whole " + std::to_string(stream::whole_shared(kind));
+    return "wide " + std::to_string(stream::wide_shared(kind, in));
+  }
   if (product == "linear") {
     const int at = stream::choose_linear(device, kind, in, m, paired, normed);
     if (at < 0) return "generic";

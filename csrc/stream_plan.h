@@ -128,21 +128,46 @@ constexpr size_t moe_shared(const MoeVariant& v, int k, int rows) {
          (v.staged ? static_cast<size_t>(rows) * staged_stride(padded(k)) : 0);
 }
 
-// linear for 17 to 64 rows by warpgroup products: two tiles of weight rows a warp, a segment of K a block (linear_wide.cu).
-constexpr int kWideRows = 64, kWideLeast = 17, kWideTiles = 2, kWideWarps = 8, kWideDepth = 4;
+// linear for 17 to 64 rows by warpgroup products (linear_wide.cu): a block has a segment of K, each of its warpgroups one tile of 64 weight
+// rows after the other, a warp sixteen of them. Activations of kWideChunk of K are put in order at a time, beside the next ones as they come.
+constexpr int kWideRows = 64, kWideLeast = 17, kWideWarps = 16, kWideGroups = kWideWarps / 4, kWideTile = 64, kWideChunk = 128;
+constexpr int kWideCluster = 2;  // blocks of one segment that are sent the same activations; an H200 has room for 66 pairs, but 30 fours
+constexpr size_t kWideStatic = 1 << 10;
+constexpr int wide_depth(WeightKind kind) { return kind == WeightKind::kInt4 ? 4 : 5; }
+constexpr int wide_slot(WeightKind kind) { return kind == WeightKind::kInt4 ? kRingBytes : 1024; }
 constexpr size_t wide_shared(WeightKind kind, int k) {
-  return static_cast<size_t>(kWideWarps) * kWideDepth * kWideTiles * kRingBytes +
-         static_cast<size_t>(staged_length(k, kSegments, unit_of(kind))) * kWideRows * 2;
+  const int chunks = (staged_length(k, kSegments, unit_of(kind)) + kWideChunk - 1) / kWideChunk;
+  return static_cast<size_t>(kWideWarps) * wide_depth(kind) * wide_slot(kind) + static_cast<size_t>(chunks + 1) * (kWideChunk * kWideRows * 2);
 }
-// Blocks of weight rows at a time, each by kSegments resident blocks that wait for each other.
-constexpr int wide_groups(const Device& device) { return device.multiprocessors / kSegments; }
-// Bytes in which they exchange sums: of two rounds, since a block may be a round ahead of those that still read.
-constexpr size_t wide_exchange(const Device& device) {
-  return static_cast<size_t>(2 * wide_groups(device) * kSegments * kWideWarps * kWideTiles * kTileRows) * kWideRows * 4;
+// Rows of blocks at a time, each of kSegments resident blocks that wait for each other.
+constexpr int wide_groups(int blocks) { return blocks / (kSegments * kWideCluster) * kWideCluster; }
+// Bytes in which `groups` of them exchange sums: of two rounds, since a warpgroup may be a round ahead of those that still read.
+constexpr size_t wide_exchange(int groups) {
+  return static_cast<size_t>(2 * groups * kSegments * kWideGroups * kWideTile) * kWideRows * sizeof(float);
+}
+// The same where a block has all of K for one tile (linear_whole.cu): int4 or bf16 units of a warp's ring, and boxes of 64 of K of all rows
+// of activations that a warpgroup asks for ahead.
+constexpr int kWholeAhead = 3;
+constexpr int whole_depth(WeightKind kind) { return kind == WeightKind::kInt4 ? 3 : 4; }
+constexpr size_t whole_shared(WeightKind kind) {
+  const size_t rings = static_cast<size_t>(kWideWarps) * whole_depth(kind) * wide_slot(kind) +
+                       static_cast<size_t>(kWideGroups) * (kWholeAhead + 2) * (64 * kWideRows * 2);
+  const size_t sums = static_cast<size_t>(kSegments - 1) * kWideTile * kWideRows * sizeof(float);
+  return rings > sums ? rings : sums;
+}
+// For K so short that activations, which every block takes in whole, are not too many, and tiles that run at a time.
+constexpr int kWholeK = 2048;
+constexpr bool serves_whole(const Device& device, WeightKind kind, int k, int tiles) {
+  return kind == WeightKind::kInt4 && k <= kWholeK && tiles <= device.multiprocessors && whole_shared(kind) + kWideStatic <= device.shared;
 }
 // Whether it serves: its bits are the other variants', so rows may have a say.
-constexpr bool serves_wide(const Device& device, WeightKind kind, int k, int rows, bool normed) {
-  return device.wgmma && wide_groups(device) > 0 && rows >= kWideLeast && !normed && wide_shared(kind, k) <= device.shared;
+constexpr bool serves_wide(const Device& device, WeightKind kind, int k, int rows) {
+  return device.wgmma && wide_groups(device.multiprocessors) > 0 && rows >= kWideLeast && wide_shared(kind, k) + kWideStatic <= device.shared;
+}
+// Bytes of scratch for its rows where they have a norm: they are normed once, by a launch of their own.
+constexpr size_t wide_normed(const Device& device, int k, int rows) {
+  const bool serves = serves_wide(device, WeightKind::kInt4, k, rows) || serves_wide(device, WeightKind::kBf16, k, rows);
+  return serves ? static_cast<size_t>(rows) * k * sizeof(uint16_t) : 0;
 }
 
 // In the order in which they are preferred, the widest number of rows last but for one that fits small shared memories; measured in docs/kernels.md.

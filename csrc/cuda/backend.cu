@@ -90,8 +90,9 @@ CudaBackend::CudaBackend(int device, bool poison) : device_(device), poison_(poi
   KD_CUDA(cudaEventCreateWithFlags(&joined_, cudaEventDisableTiming));
   KD_CUDA(cudaMallocHost(reinterpret_cast<void**>(&staging_), kStaging));
   if (wgmma_) {
-    const size_t counters = sizeof(unsigned) * static_cast<size_t>(stream::wide_groups(device_shape_));
-    KD_CUDA(cudaMalloc(&exchange_, stream::wide_exchange(device_shape_)));
+    const int groups = stream::wide_groups(multiprocessors);
+    const size_t counters = sizeof(unsigned) * static_cast<size_t>(groups * stream::kWideGroups);
+    KD_CUDA(cudaMalloc(&exchange_, stream::wide_exchange(groups)));
     KD_CUDA(cudaMalloc(reinterpret_cast<void**>(&arrivals_), counters));
     KD_CUDA(cudaMemsetAsync(arrivals_, 0, counters, stream_));
   }

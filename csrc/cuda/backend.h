@@ -132,7 +132,11 @@ class CudaBackend final : public Backend {
 
   // The products of bf16 activations on tensor cores (stream_plan.h says for which); false: the generic kernel must.
   bool linear_stream(const LinearArgs& a);
-  void linear_wide(const LinearArgs& a);  // where stream::serves_wide
+  bool linear_wide(const LinearArgs& a);  // where stream::serves_wide; false where its blocks would not all run at a time
+  void linear_whole(const LinearArgs& a, const uint16_t* x, int ldx);  // where stream::serves_whole; x as linear_wide's blocks read it
+  // x[m] normed, rounded and in the products' order to to[m], [max_rows, stride], zeros from k on; granule: as segments of K are cut.
+  void norm_rows(const char* counter, uint16_t* to, int stride, const float* x, int ldx, int k, const float* norm_w, float eps, int granule,
+                 int max_rows, const int32_t* n_rows);
   bool moe_streams(const MoeArgs& a) const;
   bool gate_up_stream(const MoeArgs& a);
   bool down_stream(const MoeArgs& a);
@@ -176,7 +180,7 @@ class CudaBackend final : public Backend {
   MemoryInfo memory_{0, 0};
   char* staging_ = nullptr;  // pinned, for small downloads
   void* exchange_ = nullptr;      // where wgmma_: stream::wide_exchange bytes, for linear_wide
-  unsigned* arrivals_ = nullptr;  // and a counter for each of its groups
+  unsigned* arrivals_ = nullptr;  // and a counter for each warpgroup of its groups
 
   bool graphs_on_ = true;
   bool capturing_ = false;

@@ -7,36 +7,8 @@
 #include "moe_stream.cuh"
 
 namespace kdtree {
-namespace {
 
 using namespace cuda;
-
-struct NormParams {
-  uint16_t* to;  // [M, stride]
-  int stride;
-  const float* x;
-  int k;
-  const float* norm_w;
-  float eps;
-  int max_rows;
-  const int32_t* n_rows;
-};
-
-constexpr int kNormThreads = 256;
-
-// A block a row; the bits of the staged way. Zeros from k on.
-__global__ __launch_bounds__(kNormThreads) void norm_kernel(const __grid_constant__ NormParams p) {
-  __shared__ float squares[kSegments], inverse[1];
-  wait_for_previous();
-  const int m = blockIdx.x;
-  if (m >= active_rows(p.n_rows, p.max_rows)) return;
-  const float* const x = p.x + static_cast<size_t>(m) * p.k;
-  square_rows<kSegments>(squares, x, p.k, 1, p.k, kUnitK<WeightKind::kInt4>, 0);
-  inverse_rows<1, kSegments>(inverse, squares, 1, p.k, p.eps);
-  stage_normed_rows(reinterpret_cast<uint8_t*>(p.to + static_cast<size_t>(m) * p.stride), 0, x, p.k, 1, 1, p.k, 0, p.stride, p.norm_w, inverse);
-}
-
-}  // namespace
 
 // Both products or neither: down reads what gate and up leave in scratch.
 bool CudaBackend::moe_streams(const MoeArgs& a) const {
@@ -67,8 +39,7 @@ bool CudaBackend::gate_up_stream(const MoeArgs& a) {
   p.act = static_cast<uint16_t*>(a.act), p.shared_act = static_cast<uint16_t*>(a.shared_act);
   if (int4 && a.phase == MoePhase::kBoth && stream::padded(a.gate.n) == a.gate.n) p.ordered = scratch.ordered;
   if (!v.staged) {
-    const NormParams n{scratch.normed, p.row_stride, a.x, a.dim, a.norm_w, a.eps, a.max_rows, a.n_rows};
-    launch("experts_norm", norm_kernel, dim3(a.max_rows), kNormThreads, 0, n);
+    norm_rows("experts_norm", scratch.normed, p.row_stride, a.x, a.dim, a.dim, a.norm_w, a.eps, stream::unit_of(WeightKind::kInt4), a.max_rows, a.n_rows);
   }
   const StreamMoeKernel kernel = moe_kernel<false, stream::kGateUp>(variant);
   const char* const name = int4 ? "experts_int4_bf16" : "experts_bf16";

@@ -1,261 +1,201 @@
-// linear for steps of many rows (17 to 64 a launch) on Hopper: y = w x for up to two weights without a norm, by warpgroup products.
+// linear for steps of many rows (17 to 64 a launch) on Hopper: y = w x for up to two weights, by warpgroup products.
 //
-// Bytes: each weight once; flops 2*M*N*K on tensor cores. Bound by what the blocks exchange, the activations they read and, in
-// int4, by turning nibbles into bf16, in this order.
-// A block owns one segment of K and, of a block of 256 weight rows, 32 a warp; it keeps its segment of all 64 rows of activations in
-// shared memory. Weights come through the warps' rings as in linear_stream.cu and are the register operand of
-// wgmma.m64n64k16, four warps' 16-row tiles at a time. A segment's sums meet the other seven's in global memory (L2):
-// each of the eight blocks waits for all and adds eight columns. Clusters would do the same, but eight blocks of a cluster take
-// whole groups of multiprocessors, of which an H200 has 15, and the exchange through their shared memory is not faster.
+// Bytes: each weight once; flops 2*M*N*K on tensor cores. Bound by turning nibbles into bf16 and scaling sums, by weights, and by what the
+// blocks exchange, in this order.
+// A block owns one segment of K and keeps its segment of all 64 rows of activations in shared memory; each of its four warpgroups takes one
+// tile of 64 weight rows after the other. Activations come once for the two blocks of a cluster, chunk by chunk, and products begin with
+// the first. Weights come through the warps' rings as in linear_stream.cu and are the register operand of wgmma.m64n64k16.
+// A tile's sums meet the other seven segments' in global memory (L2): each of the eight blocks waits for all and adds eight columns. A
+// warpgroup does that a tile later, when the others have long arrived, and at once only behind its last tile. Clusters would do the same,
+// but eight blocks of a cluster take whole groups of multiprocessors, of which an H200 has 15, and four 30.
+// Rows with a norm are normed once, in scratch, by a launch of their own (norm_rows.cu).
 // Reduction order: stream.cuh; wgmma gives the bits of mma.sync, so that whether this kernel serves may depend on the rows.
 // Waiting: every block gets its place, because the grid is no larger than the device, what runs before or beside it ends without it,
 // and the next launch is let in by all blocks of this one. The eight that wait for each other have neighbouring numbers, so that where
-// several sessions share a device each launch keeps seven multiprocessors waiting at the most.
+// several sessions share a device each launch keeps few multiprocessors waiting.
 #include <algorithm>
 
 #include "backend.h"
 #include "stream_wide.cuh"
+#include "tensor_map.h"
 
 namespace kdtree {
 namespace {
 
 using namespace cuda;
-using stream::kWideDepth;
+using stream::kWideChunk;
+using stream::kWideCluster;
+using stream::kWideGroups;
 using stream::kWideWarps;
 
-constexpr int kRowTiles = stream::kWideTiles * kWideWarps;
-
-struct Params {
-  const uint16_t* x;  // bf16
-  int ldx, k;
-  const void* data[2];
-  const uint16_t* scale[2];
-  int n[2];
-  void* out[2];  // f32; bf16 for kSiluMul
-  int ldo[2];
-  Epilogue epilogue;
-  int blocks;      // of weight rows
-  int first_row;   // of activations and outputs, to which x and out point
-  int max_rows;    // from there on, at most 64
-  const int32_t* n_rows;
-  float4* parts;       // [2][groups of blocks][warp][segment][fragment][lane]
-  unsigned* arrivals;  // [group], never reset: eight more each time
+struct Params : WideParams {
+  CUtensorMap x;  // bf16 [max_rows, k], in boxes of kBox x kWideRows / kWideCluster
+  float4* parts;       // [2][rows of blocks][warpgroup][segment][fragment][lane]
+  unsigned* arrivals;  // [rows of blocks][warpgroup], never reset: eight more each time
 };
-
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-
-constexpr int kFragments = kWideTiles * 8;  // of 16 weight rows and eight columns, a float4 a lane
-constexpr int kAhead = 14;                  // loads of activations that a lane has in flight
-constexpr int kEarly = 1;                   // units of weights that are asked for before them
-
-// A row of eight columns a warp: lane (g, t) takes piece t of row g of every group. between(): called once, behind the first loads.
-template <typename Between>
-__device__ __forceinline__ void stage_columns(uint8_t* staged, const Params& p, int k_begin, int groups, const Between& between) {
-  const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp, row = warp * kColumns + lane / 4;
-  const int at = k_begin + lane % 4 * 8;
-  const uint16_t* const from = p.x + (row * p.ldx + at);
-  uint8_t* const to = staged + warp * kColumnsBytes + lane * 4;
-  const int count = row < p.max_rows && at < p.k ? min(groups, (p.k - at + 31) / 32) : 0;
-  bool begun = false;
-  for (int first = 0; first < groups || !begun; first += kAhead) {
-    uint4 v[kAhead];
-#pragma unroll
-    for (int i = 0; i < kAhead; ++i) {
-      v[i] = first + i < count ? *reinterpret_cast<const uint4*>(from + (first + i) * 32) : make_uint4(0, 0, 0, 0);
-    }
-    if (!begun) between();
-    begun = true;
-#pragma unroll
-    for (int i = 0; i < kAhead; ++i) {
-      if (first + i >= groups) break;
-      const uint4 w = in_order(v[i]);
-      uint8_t* const place = to + (first + i) * kGroupBytes;
-      *reinterpret_cast<uint32_t*>(place) = w.x, *reinterpret_cast<uint32_t*>(place + kMatrixBytes) = w.y;
-      *reinterpret_cast<uint32_t*>(place + kStepBytes) = w.z, *reinterpret_cast<uint32_t*>(place + kStepBytes + kMatrixBytes) = w.w;
-    }
-  }
-}
-
-// Publishes what the block has written and waits until the blocks of all segments have: one thread releases and acquires for all.
-__device__ __forceinline__ void meet(unsigned* arrivals) {
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    unsigned before, seen;
-    asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(arrivals) : "memory");
-    const unsigned all = (before / kSegments + 1) * kSegments;
-    do {
-      asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(seen) : "l"(arrivals) : "memory");
-    } while (static_cast<int>(seen - all) < 0);
-  }
-  __syncthreads();
-}
-#endif
 
 template <WeightKind KIND>
 __global__ __launch_bounds__(kWideWarps * kWarp, 1) void wide_kernel(const __grid_constant__ Params p) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  constexpr int UNIT = kUnitK<KIND>, SLOT = kWideTiles * kRingBytes;
-  extern __shared__ __align__(128) uint8_t smem[];
-  uint8_t* const staged = smem + kWideWarps * kWideDepth * SLOT;
-  const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
-  const int segment = blockIdx.x % kSegments, group = blockIdx.x / kSegments, groups = gridDim.x / kSegments;
+  constexpr int UNIT = kUnitK<KIND>, A_CHUNK = kWideChunk / UNIT, DEPTH = kWideDepth<KIND>, SLOT = kWideSlot<KIND>;
+  extern __shared__ __align__(1024) uint8_t smem[];
+  __shared__ uint64_t full[16];
+  const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp, warpgroup = warp / 4, quarter = warp % 4;
+  const int rank = cluster_rank<kWideCluster>(), segment = blockIdx.x / kWideCluster % kSegments;
+  const int group = blockIdx.x / (kWideCluster * kSegments) * kWideCluster + rank, groups = gridDim.x / kSegments;
   const int units = (p.k + UNIT - 1) / UNIT, unit = segment_begin(segment, units), steps = segment_begin(segment + 1, units) - unit;
+  const int chunks = (steps + A_CHUNK - 1) / A_CHUNK;
   const bool paired = p.epilogue == Epilogue::kSiluMul, whole = (p.k + 31) / 32 % 4 == 0;
-  const int tiles0 = (p.n[0] + kTileRows - 1) / kTileRows, tiles1 = (p.n[1] + kTileRows - 1) / kTileRows;
-  // Tile mt of this warp in a block of rows: its weight, its place there, whether it is one at all.
-  struct Tile {
-    int part, at;
-    bool live;
-  };
-  const auto tile_of = [&](int block, int mt) {
-    if (paired) return Tile{mt, block * kWideWarps + warp, block * kWideWarps + warp < tiles0};
-    const int at = block * kRowTiles + mt * kWideWarps + warp;
-    return Tile{at >= tiles0, at >= tiles0 ? at - tiles0 : at, at < tiles0 + tiles1};
-  };
+  const int first_tile = warpgroup * groups + group, next_tile = kWideGroups * groups;
 
-  const uint32_t ring = shared_address(smem) + warp * (kWideDepth * SLOT), mine = piece_offset(lane / 4, lane % 4);
-  TileSource from[kWideTiles];
-  int copy_block = group, copy_left = 0;
+  uint8_t* const staged = smem;  // chunk c in order in place c, as it came in place c + 1
+  const uint32_t b = shared_address(staged);
+  const uint32_t ring = b + (chunks + 1) * kChunkBytes + warp * (DEPTH * SLOT), mine = piece_offset(lane / 4, lane % 4);
+  TileSource from;
+  int copy_tile = first_tile, copy_left = 0;
   const auto fetch = [&](uint32_t to) {
-    if (copy_left == 0 && steps > 0 && copy_block < p.blocks) {
-#pragma unroll
-      for (int mt = 0; mt < kWideTiles; ++mt) {
-        const Tile tile = tile_of(copy_block, mt);
-        const int part = tile.live ? tile.part : 0;  // a tile past the last copies the first one's weights, for nobody
-        from[mt] = tile_source<KIND>(p.data[part], p.scale[part], 0, tile.live ? tile.at : 0, p.n[part], p.k, unit * UNIT, lane);
-      }
-      copy_left = steps, copy_block += groups;
+    if (copy_left == 0 && steps > 0 && copy_tile < p.tiles) {
+      from = source_of<KIND>(p, sixteen_of(p, copy_tile, quarter), unit, lane);
+      copy_left = steps, copy_tile += next_tile;
     }
-    if (copy_left > 0) {
-#pragma unroll
-      for (int mt = 0; mt < kWideTiles; ++mt) copy_unit<KIND>(to + mt * kRingBytes, from[mt], mine, lane, whole);
-      --copy_left;
-    }
+    if (copy_left > 0) copy_unit<KIND>(to, from, mine, lane, whole), --copy_left;
     copy_commit();
   };
-  const auto fetch_units = [&](int begin, int end) {
-#pragma unroll 1
-    for (int i = begin; i < end; ++i) fetch(ring + i * SLOT);
-  };
-  // The block fills its multiprocessor, so that it begins when the launch before has ended: activations come sooner behind few weights.
-  fetch_units(0, kEarly);
 
-  wait_for_previous();
-  const int counted = load_early(p.n_rows);
-  stage_columns(staged, p, unit * UNIT, steps * UNIT / 32, [&] { fetch_units(kEarly, kWideDepth - 1); });
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // wgmma reads what was stored
+  if (threadIdx.x < chunks) full_init(full + threadIdx.x);
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   __syncthreads();
-  const int rows = min(counted - p.first_row, p.max_rows);
+  cluster_arrive<kWideCluster>();
+#pragma unroll 1
+  for (int i = 0; i < DEPTH - 1; ++i) fetch(ring + i * SLOT);
+  wait_for_previous();
+  cluster_wait<kWideCluster>();  // the other block's barriers are there
+  const int counted = load_early(p.n_rows);
+  if (threadIdx.x == 0) {
+    for (int c = 0; c < chunks; ++c) {
+      copy_chunk<kWideCluster>(b + (c + 1) * kChunkBytes, &p.x, unit * UNIT + c * kWideChunk, full + c, rank);
+    }
+  }
 
   const LaneOffsets at(lane);
-  const uint32_t b = shared_address(staged);
-  uint32_t slot = ring, behind = ring + (kWideDepth - 1) * SLOT;
-  int half = 0;
-  for (int block = group; block < p.blocks; block += groups, half ^= 1) {
-    float acc[kWideTiles][32];
-    uint32_t a[kWideTiles][8];
+  uint32_t slot = ring, behind = ring + (DEPTH - 1) * SLOT;
+  unsigned* const arrivals = p.arrivals + group * kWideGroups + warpgroup;
+  unsigned awaited = 0;  // arrivals of all eight blocks; the first thread of the warpgroup knows it
+  const auto parts_of = [&](int half) {
+    return p.parts + static_cast<size_t>((half * groups + group) * kWideGroups + warpgroup) * (kSegments * kFragments * kWarp) + lane;
+  };
+  // Fragment (quarter, nt) of this segment's sums goes to block nt of the eight.
+  const auto publish = [&](const float (&acc)[32], int half, int rows) {
+    float4* const parts = parts_of(half) + (segment * kFragments + quarter * 8) * kWarp;
 #pragma unroll
-    for (int mt = 0; mt < kWideTiles; ++mt) {
-#pragma unroll
-      for (int e = 0; e < 32; ++e) acc[mt][e] = 0.f;
-#pragma unroll
-      for (int e = 0; e < 8; ++e) a[mt][e] = 0;
+    for (int nt = 0; nt < 8; ++nt) {
+      const float* const v = acc + nt * 4;
+      if (nt * kColumns < rows) __stcg(parts + nt * kWarp, make_float4(v[0], v[1], v[2], v[3]));
     }
+    meet_warpgroup(warpgroup);
+    if (threadIdx.x % (4 * kWarp) == 0) {  // one thread releases and acquires for all
+      unsigned before;
+      asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(arrivals) : "memory");
+      awaited = (before / kSegments + 1) * kSegments;
+    }
+  };
+  const auto finish = [&](int tile, int half, int rows) {
+    if (threadIdx.x % (4 * kWarp) == 0) {
+      unsigned seen;
+      do {
+        asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(seen) : "l"(arrivals) : "memory");
+      } while (static_cast<int>(seen - awaited) < 0);
+    }
+    meet_warpgroup(warpgroup);
+    if (segment * kColumns >= rows || (paired && quarter >= 2)) return;
+    const float4* const parts = parts_of(half);
+    const Sixteen of = sixteen_of(p, tile, quarter);
+    if (!of.live) return;
+    const auto total_of = [&](int sixteen) {
+      float4 part[kSegments];
+#pragma unroll
+      for (int s = 0; s < kSegments; ++s) part[s] = __ldcg(parts + (s * kFragments + sixteen * 8 + segment) * kWarp);
+#pragma unroll
+      for (int s = 1; s < kSegments; ++s) part[0] = add(part[0], part[s]);
+      return part[0];
+    };
+    const float4 y = total_of(quarter);
+    write_fragment(p, of, segment * kColumns, rows, y, paired ? total_of(quarter + 2) : y, lane);
+  };
+
+  int tile = first_tile, half = 0;
+  for (bool first = true; first || tile < p.tiles; first = false, tile += next_tile, half ^= 1) {
+    float acc[32];
+    uint32_t a[8];
+#pragma unroll
+    for (int e = 0; e < 32; ++e) acc[e] = 0.f;
+#pragma unroll
+    for (int e = 0; e < 8; ++e) a[e] = 0;
+    const bool live = tile < p.tiles;  // a warpgroup without a tile puts activations in order for the others
     for (int step = 0; step < steps; ++step) {
-      copy_wait<kWideDepth - 2>();
+      if (first && step % A_CHUNK == 0) {
+        const int c = step / A_CHUNK;
+        full_wait(full + c);
+        order_chunk(staged + c * kChunkBytes, b + (c + 1) * kChunkBytes, p.ordered);
+        __syncthreads();
+      }
+      copy_wait<DEPTH - 2>();
       __syncwarp();
       fetch(behind);  // the slot that was read a step ago
       behind = slot;
-      if constexpr (KIND == WeightKind::kInt4) {
-        multiply_int4(acc, slot, at, b + step * (UNIT / 32 * kGroupBytes));
-      } else {
-        multiply_bf16(acc, a, slot, at, b + step * kGroupBytes);
-      }
-      slot = slot + SLOT == ring + kWideDepth * SLOT ? ring : slot + SLOT;
-    }
-    if constexpr (KIND == WeightKind::kBf16) {
-#pragma unroll
-      for (int mt = 0; mt < kWideTiles; ++mt) wgmma_wait<0>(acc[mt], a[mt]);
-    }
-
-    // Fragment (mt, nt) goes to block nt of the eight.
-    float4* const parts = p.parts + static_cast<size_t>((half * groups + group) * kWideWarps + warp) * (kSegments * kFragments * kWarp) + lane;
-#pragma unroll
-    for (int mt = 0; mt < kWideTiles; ++mt) {
-#pragma unroll
-      for (int nt = 0; nt < 8; ++nt) {
-        const float* const v = acc[mt] + nt * 4;
-        if (nt * kColumns < rows) __stcg(parts + (segment * kFragments + mt * 8 + nt) * kWarp, make_float4(v[0], v[1], v[2], v[3]));
-      }
-    }
-    meet(p.arrivals + group);
-    if (segment * kColumns >= rows) continue;
-    float total[kWideTiles][4];
-#pragma unroll
-    for (int mt = 0; mt < kWideTiles; ++mt) {
-      float4 part[kSegments];
-#pragma unroll
-      for (int s = 0; s < kSegments; ++s) part[s] = __ldcg(parts + (s * kFragments + mt * 8 + segment) * kWarp);
-#pragma unroll
-      for (int s = 1; s < kSegments; ++s) {
-        part[0].x = __fadd_rn(part[0].x, part[s].x), part[0].y = __fadd_rn(part[0].y, part[s].y);
-        part[0].z = __fadd_rn(part[0].z, part[s].z), part[0].w = __fadd_rn(part[0].w, part[s].w);
-      }
-      total[mt][0] = part[0].x, total[mt][1] = part[0].y, total[mt][2] = part[0].z, total[mt][3] = part[0].w;
-    }
-#pragma unroll
-    for (int mt = 0; mt < (kWideTiles); ++mt) {
-      const Tile tile = tile_of(block, mt);
-      if (!tile.live || (paired && mt > 0)) continue;
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const int m = segment * kColumns + lane % 4 * 2 + e % 2, to = tile.at * kTileRows + lane / 4 + e / 2 * 8;
-        if (m >= rows || to >= p.n[tile.part]) continue;
-        const size_t place = static_cast<size_t>(m) * p.ldo[tile.part] + to;
-        if (paired) {
-          static_cast<uint16_t*>(p.out[0])[place] = round_bf16(__fmul_rn(silu(total[0][e]), total[1][e]));
+      if (live) {
+        if constexpr (KIND == WeightKind::kInt4) {
+          multiply_int4<2>(acc, slot, at, b + step * kChunkBytes, 0);
         } else {
-          float* const o = static_cast<float*>(p.out[tile.part]) + place;
-          *o = p.epilogue == Epilogue::kResidual ? __fadd_rn(*o, total[mt][e]) : total[mt][e];
+          multiply_bf16(acc, a, slot, at, b + step * kGroupBytes);
         }
       }
+      slot = slot + SLOT == ring + DEPTH * SLOT ? ring : slot + SLOT;
     }
+    if constexpr (KIND == WeightKind::kBf16) wgmma_wait<0>(acc, a);
+    if (!live) break;
+    const int rows = min(counted - p.first_row, p.max_rows);
+    if (!first) finish(tile - next_tile, half ^ 1, rows);  // and so nobody still reads the round before that
+    publish(acc, half, rows);
   }
   copy_wait<0>();
+  if (first_tile < p.tiles) finish(tile - next_tile, half ^ 1, min(counted - p.first_row, p.max_rows));
 #endif
 }
 
 }  // namespace
 
-void CudaBackend::linear_wide(const LinearArgs& a) {
-  const bool paired = a.epilogue == Epilogue::kSiluMul, int4 = a.w[0].kind == WeightKind::kInt4;
+bool CudaBackend::linear_wide(const LinearArgs& a) {
+  const WeightKind kind = a.w[0].kind;
+  const bool int4 = kind == WeightKind::kInt4;
   const char* const name = int4 ? "linear_int4_bf16" : "linear_bf16";
   const auto kernel = int4 ? &wide_kernel<WeightKind::kInt4> : &wide_kernel<WeightKind::kBf16>;
-  const size_t shared = stream::wide_shared(a.w[0].kind, a.w[0].k);
-  reserve_shared(reinterpret_cast<const void*>(kernel), name, shared);
+  const size_t shared = stream::wide_shared(kind, a.w[0].k);
+  const int resident = kWideCluster * resident_clusters(reinterpret_cast<const void*>(kernel), name, kWideCluster, kWideWarps * kWarp, shared);
+  const int most = std::min(stream::wide_groups(resident), stream::wide_groups(device_shape_.multiprocessors));
+  if (most == 0) return false;
   Params p{};
-  p.ldx = a.ldx, p.k = a.w[0].k, p.epilogue = a.epilogue, p.n_rows = a.n_rows;
+  set_wide(p, a);
   p.parts = static_cast<float4*>(exchange_), p.arrivals = arrivals_;
-  int tiles = 0;
-  for (int i = 0; i < 2; ++i) {
-    const int j = i < a.parts ? i : 0;
-    p.data[i] = a.w[j].data, p.scale[i] = a.w[j].scale, p.n[i] = i < a.parts ? a.w[i].n : 0;
-    p.ldo[i] = a.ldo[paired ? 0 : j];
-    if (i == 0 || !paired) tiles += (p.n[i] + kTileRows - 1) / kTileRows;
+  const auto* x = static_cast<const uint16_t*>(a.x);
+  int ldx = a.ldx;
+  if (a.norm_w != nullptr) {
+    auto* const normed = static_cast<uint16_t*>(a.scratch);
+    norm_rows("norm_rows", normed, p.k, static_cast<const float*>(a.x), a.ldx, p.k, a.norm_w, a.eps, stream::unit_of(kind), a.max_rows, a.n_rows);
+    x = normed, ldx = p.k;
   }
-  const int outputs = kRowTiles / (paired ? 2 : 1);
-  p.blocks = (tiles + outputs - 1) / outputs;
-  const int rounds = (p.blocks + stream::wide_groups(device_shape_) - 1) / stream::wide_groups(device_shape_);
-  const int groups = (p.blocks + rounds - 1) / rounds;
+  if (stream::serves_whole(device_shape_, kind, p.k, p.tiles)) {
+    linear_whole(a, x, ldx);
+    return true;
+  }
+  const int groups = std::min(most, (p.tiles + kWideCluster - 1) / kWideCluster * kWideCluster);
   for (p.first_row = 0; p.first_row < a.max_rows; p.first_row += stream::kWideRows) {
-    p.max_rows = std::min(a.max_rows - p.first_row, stream::kWideRows);
-    p.x = static_cast<const uint16_t*>(a.x) + static_cast<size_t>(p.first_row) * a.ldx;
-    for (int i = 0; i < 2; ++i) {
-      const int j = paired || i >= a.parts ? 0 : i;
-      p.out[i] = static_cast<char*>(a.out[j]) + static_cast<size_t>(p.first_row) * a.ldo[j] * (paired ? sizeof(uint16_t) : sizeof(float));
-    }
-    launch(name, kernel, dim3(static_cast<unsigned>(groups * kSegments)), kWideWarps * kWarp, shared, p);
+    set_rows(p, a);
+    p.x = bf16_map(x + static_cast<size_t>(p.first_row) * ldx, {static_cast<uint64_t>(p.k), static_cast<uint64_t>(p.max_rows)},
+                   stream::kWideRows / kWideCluster, static_cast<uint64_t>(ldx));
+    launch_clusters(name, kernel, kWideCluster, dim3(static_cast<unsigned>(groups * kSegments)), kWideWarps * kWarp, shared, p);
   }
+  return true;
 }
 
 }  // namespace kdtree

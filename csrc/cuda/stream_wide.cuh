@@ -1,20 +1,106 @@
-// A unit of weights times 64 rows of activations by a warpgroup: the core of linear_wide.cu, sm_90a only.
+// Units of weights times 64 rows of activations by warpgroups: the core of linear_wide.cu and linear_whole.cu, sm_90a only.
 //
 // Four warps' tiles of 16 weight rows are the register operand of wgmma.m64n64k16; activations are read from shared memory, where they
-// stand in the order of nibbles that stream.cuh's do. Reduction order and bits: stream.cuh's.
+// stand in the order of nibbles that stream.cuh's do. They come as they lie in memory and are put in order a piece of K at a time.
+// Reduction order and bits: stream.cuh's.
 #pragma once
+#include <cuda.h>
+
 #include "stream.cuh"
 #include "wgmma.cuh"
-
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
 namespace kdtree {
 namespace cuda {
 
-using stream::kWideTiles;
+struct WideParams {
+  bool ordered;  // activations are in the order of nibbles already
+  int k;
+  const void* data[2];
+  const uint16_t* scale[2];
+  int n[2];
+  void* out[2];  // f32; bf16 for kSiluMul
+  int ldo[2];
+  Epilogue epilogue;
+  int tiles;      // of 64 weight rows, one part's after the other's; for kSiluMul of 32 gate and 32 up rows
+  int first_row;  // of activations and outputs, to which x and out point
+  int max_rows;   // from there on, at most 64
+  const int32_t* n_rows;
+};
 
-// Activations in shared memory: for each 32 of K, two steps of sixteen; a step has for each eight columns two 8 x 16-byte matrices.
+// Of a product that the warpgroups' kernels serve: everything but its rows, and those of the launch that begins at p.first_row.
+inline void set_wide(WideParams& p, const LinearArgs& a) {
+  p.k = a.w[0].k, p.epilogue = a.epilogue, p.n_rows = a.n_rows, p.ordered = a.norm_w != nullptr;
+  int sixteens = 0;
+  for (int i = 0; i < 2; ++i) {
+    const int j = i < a.parts ? i : 0;
+    p.data[i] = a.w[j].data, p.scale[i] = a.w[j].scale, p.n[i] = i < a.parts ? a.w[i].n : 0;
+    p.ldo[i] = a.ldo[a.epilogue == Epilogue::kSiluMul ? 0 : j];
+    sixteens += (p.n[i] + kTileRows - 1) / kTileRows;
+  }
+  p.tiles = (sixteens + 3) / 4;
+}
+inline void set_rows(WideParams& p, const LinearArgs& a) {
+  const bool paired = a.epilogue == Epilogue::kSiluMul;
+  p.max_rows = a.max_rows - p.first_row < stream::kWideRows ? a.max_rows - p.first_row : stream::kWideRows;
+  for (int i = 0; i < 2; ++i) {
+    const int j = paired || i >= a.parts ? 0 : i;
+    p.out[i] = static_cast<char*>(a.out[j]) + static_cast<size_t>(p.first_row) * a.ldo[j] * (paired ? sizeof(uint16_t) : sizeof(float));
+  }
+}
+
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+
+// The sixteen rows of a tile that are warp `quarter`'s of a warpgroup: their weight, their place there in sixteens, whether they are any.
+struct Sixteen {
+  int part, at;
+  bool live;
+};
+__device__ __forceinline__ Sixteen sixteen_of(const WideParams& p, int tile, int quarter) {
+  const int first = (p.n[0] + kTileRows - 1) / kTileRows, second = (p.n[1] + kTileRows - 1) / kTileRows;
+  if (p.epilogue == Epilogue::kSiluMul) return Sixteen{quarter / 2, tile * 2 + quarter % 2, tile * 2 + quarter % 2 < first};
+  const int at = tile * 4 + quarter;
+  return Sixteen{at >= first, at >= first ? at - first : at, at < first + second};
+}
+// Where their weights come from, from unit `unit` on; rows that are none copy the first ones' weights, for nobody.
+template <WeightKind KIND>
+__device__ __forceinline__ TileSource source_of(const WideParams& p, const Sixteen& rows, int unit, int lane) {
+  const int part = rows.live ? rows.part : 0;
+  return tile_source<KIND>(p.data[part], p.scale[part], 0, rows.live ? rows.at : 0, p.n[part], p.k, unit * kUnitK<KIND>, lane);
+}
+// A lane's fragment of eight columns from `column` on, of their sums y; for kSiluMul of the gate's sums y and those of up.
+__device__ __forceinline__ void write_fragment(const WideParams& p, const Sixteen& of, int column, int rows, const float4& y, const float4& up,
+                                               int lane) {
+  const float gate[4] = {y.x, y.y, y.z, y.w}, other[4] = {up.x, up.y, up.z, up.w};
+#pragma unroll
+  for (int e = 0; e < 4; ++e) {
+    const int m = column + lane % 4 * 2 + e % 2, to = of.at * kTileRows + lane / 4 + e / 2 * 8;
+    if (m >= rows || to >= p.n[of.part]) continue;
+    const size_t place = static_cast<size_t>(m) * p.ldo[of.part] + to;
+    if (p.epilogue == Epilogue::kSiluMul) {
+      static_cast<uint16_t*>(p.out[0])[place] = round_bf16(__fmul_rn(silu(gate[e]), other[e]));
+    } else {
+      float* const o = static_cast<float*>(p.out[of.part]) + place;
+      *o = p.epilogue == Epilogue::kResidual ? __fadd_rn(*o, gate[e]) : gate[e];
+    }
+  }
+}
+__device__ __forceinline__ float4 add(const float4& a, const float4& b) {
+  return make_float4(__fadd_rn(a.x, b.x), __fadd_rn(a.y, b.y), __fadd_rn(a.z, b.z), __fadd_rn(a.w, b.w));
+}
+__device__ __forceinline__ void meet_warpgroup(int warpgroup) { asm volatile("bar.sync %0, 128;" ::"r"(1 + warpgroup) : "memory"); }
+
+constexpr int kFragments = 4 * 8;  // of a tile: 16 weight rows and eight columns, a float4 a lane
+
+// Activations in order: for each 32 of K, two steps of sixteen; a step has for each eight columns two 8 x 16-byte matrices.
 constexpr int kGroupBytes = 4096, kStepBytes = 2048, kColumnsBytes = 256, kMatrixBytes = 128;
+constexpr int kChunkBytes = stream::kWideChunk * stream::kWideRows * 2;
+template <WeightKind KIND>
+constexpr int kWideDepth = stream::wide_depth(KIND);  // units of a ring
+template <WeightKind KIND>
+constexpr int kWideSlot = stream::wide_slot(KIND);  // bytes of one
+template <WeightKind KIND>
+constexpr int kWholeDepth = stream::whole_depth(KIND);
+constexpr int kBox = 64, kBoxBytes = kBox * stream::kWideRows * 2;  // elements of K of a copy, 128 bytes of every row
 
 __device__ __forceinline__ uint64_t descriptor(uint32_t at) {
   return static_cast<uint64_t>((at & 0x3ffff) >> 4) | static_cast<uint64_t>(kMatrixBytes >> 4) << 16 |
@@ -36,55 +122,112 @@ __device__ __forceinline__ void nibble_fragments(uint32_t (&a)[8], uint32_t low,
   for (int e = 0; e < 4; ++e) a[2 * e] = nibble_pair(low >> (4 * e)), a[2 * e + 1] = nibble_pair(high >> (4 * e));
 }
 
-// A unit's two tiles; the next group's nibbles are turned and the last one's sums scaled while the tensor cores work.
-__device__ __forceinline__ void multiply_int4(float (&acc)[kWideTiles][32], uint32_t slot, const LaneOffsets& at, uint32_t b) {
-  uint2 scale[kWideTiles][2];
-  uint32_t words[kWideTiles][2][4];
+__device__ __forceinline__ uint32_t load_shared4(uint32_t at) {
+  uint32_t v;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(at) : "memory");
+  return v;
+}
+
+// HALVES of a unit of a warp's tile from half `first` on, two groups each. Of a whole unit the next group's nibbles are turned while the
+// tensor cores work; where registers are few other warpgroups must do.
+template <int HALVES>
+__device__ __forceinline__ void multiply_int4(float (&acc)[32], uint32_t slot, const LaneOffsets& at, uint32_t b, int first) {
+  uint32_t scale[HALVES][2], words[HALVES][4], a[HALVES][8];
 #pragma unroll
-  for (int mt = 0; mt < kWideTiles; ++mt) {
-    const uint32_t tile = slot + mt * kRingBytes;
-    scale[mt][0] = load_shared8(tile + at.scale), scale[mt][1] = load_shared8(tile + at.scale + 64);
-    load_matrices(words[mt][0], tile + at.matrix), load_matrices(words[mt][1], tile + (at.matrix ^ 32));
+  for (int half = 0; half < HALVES; ++half) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) scale[half][r] = load_shared4(slot + at.scale + (first + half) * 4 + r * 64);
+    load_matrices(words[half], slot + (at.matrix ^ ((first + half) * 32)));
   }
-  float sum[2][32];
-  uint32_t a[2][8];
-  const auto finish = [&](int i) {
-    const int mt = i % kWideTiles, group = i / kWideTiles;
+  float sum[32];
+  const auto finish = [&](int group) {
+    wgmma_wait<0>(sum, a[group % HALVES]);
     float s[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const uint32_t pair = group < 2 ? scale[mt][r].x : scale[mt][r].y;
+      const uint32_t pair = scale[group / 2][r];
       s[r] = __uint_as_float(group % 2 == 0 ? pair << 16 : pair & 0xffff0000u);
     }
 #pragma unroll
-    for (int e = 0; e < 32; ++e) acc[mt][e] = __fmaf_rn(sum[i % 2][e], s[e / 2 % 2], acc[mt][e]);
+    for (int e = 0; e < 32; ++e) acc[e] = __fmaf_rn(sum[e], s[e / 2 % 2], acc[e]);
   };
-  constexpr int JOBS = 4 * kWideTiles;
 #pragma unroll
-  for (int i = 0; i < JOBS; ++i) {
-    const int mt = i % kWideTiles, group = i / kWideTiles;
-    nibble_fragments(a[i % 2], words[mt][group / 2][2 * (group % 2)], words[mt][group / 2][2 * (group % 2) + 1]);
-    start_group(sum[i % 2], a[i % 2], b + group * kGroupBytes, false);
-    if (i > 0) wgmma_wait<1>(sum[(i - 1) % 2], a[(i - 1) % 2]), finish(i - 1);
+  for (int group = 0; group < 2 * HALVES; ++group) {
+    if (HALVES == 1 && group > 0) finish(group - 1);
+    nibble_fragments(a[group % HALVES], words[group / 2][2 * (group % 2)], words[group / 2][2 * (group % 2) + 1]);
+    if (HALVES > 1 && group > 0) finish(group - 1);
+    start_group(sum, a[group % HALVES], b + group * kGroupBytes, false);
   }
-  wgmma_wait<0>(sum[(JOBS - 1) % 2], a[(JOBS - 1) % 2]), finish(JOBS - 1);
+  finish(2 * HALVES - 1);
 }
 
-__device__ __forceinline__ void multiply_bf16(float (&acc)[kWideTiles][32], uint32_t (&a)[kWideTiles][8], uint32_t slot, const LaneOffsets& at,
-                                              uint32_t b) {
+// a: of the unit before, which may still be multiplied.
+__device__ __forceinline__ void multiply_bf16(float (&acc)[32], uint32_t (&a)[8], uint32_t slot, const LaneOffsets& at, uint32_t b) {
+  uint4 w[2];
 #pragma unroll
-  for (int mt = 0; mt < kWideTiles; ++mt) {
-    wgmma_wait<kWideTiles - 1>(acc[mt], a[mt]);
+  for (int r = 0; r < 2; ++r) w[r] = in_order(load_shared16(slot + at.row + r * 512));
+  wgmma_wait<0>(acc, a);
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const uint4 w = in_order(load_shared16(slot + mt * kRingBytes + at.row + r * 512));
-      a[mt][r] = w.x, a[mt][r + 2] = w.y, a[mt][r + 4] = w.z, a[mt][r + 6] = w.w;
-    }
-    start_group(acc[mt], a[mt], b, true);
+  for (int r = 0; r < 2; ++r) a[r] = w[r].x, a[r + 2] = w[r].y, a[r + 4] = w[r].z, a[r + 6] = w[r].w;
+  start_group(acc, a, b, true);
+}
+
+__device__ __forceinline__ void full_init(uint64_t* full) {
+  asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(shared_address(full)) : "memory");
+}
+__device__ __forceinline__ void full_wait(uint64_t* full) {
+  uint32_t done;
+  do {
+    asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.shared.b64 p, [%1], 0;\nselp.u32 %0, 1, 0, p;\n}\n"
+                 : "=r"(done)
+                 : "r"(shared_address(full))
+                 : "memory");
+  } while (!done);
+}
+
+// By one thread of each block of a cluster of CL: this block's rows of the chunk at k, to the same place of all of them. A chunk is two boxes.
+template <int CL>
+__device__ __forceinline__ void copy_chunk(uint32_t to, const CUtensorMap* map, int k, uint64_t* full, int rank) {
+  const uint32_t barrier = shared_address(full);
+  asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier), "r"(kChunkBytes) : "memory");
+#pragma unroll
+  for (int box = 0; box < kChunkBytes / kBoxBytes; ++box) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(
+            to + box * kBoxBytes + rank * (kBoxBytes / CL)),
+        "l"(map), "r"(k + box * kBox), "r"(rank * (stream::kWideRows / CL)), "r"(barrier), "h"(static_cast<uint16_t>((1 << CL) - 1))
+        : "memory");
   }
 }
+
+// A piece of eight elements of a row to its four places in an ordered group; ordered: it has the nibbles' order already.
+__device__ __forceinline__ void store_ordered(uint8_t* place, const uint4& v, bool ordered) {
+  const uint4 w = ordered ? v : in_order(v);
+  *reinterpret_cast<uint32_t*>(place) = w.x, *reinterpret_cast<uint32_t*>(place + kMatrixBytes) = w.y;
+  *reinterpret_cast<uint32_t*>(place + kStepBytes) = w.z, *reinterpret_cast<uint32_t*>(place + kStepBytes + kMatrixBytes) = w.w;
+}
+
+// The chunk that has come to `from` is put in order at `to`, by all warps; ordered: its pieces of eight have the nibbles' order already.
+// Whoever reads it afterwards passes a barrier of the block. Eight rows of a group of 32 a warp at a time; in shared memory a
+// quarter of a warp reads two rows that are four apart, which the swizzle brings into all banks.
+__device__ __forceinline__ void order_chunk(uint8_t* to, uint32_t from, bool ordered) {
+  const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp, row = lane / 4 % 2 * 4 + lane / 8;
+  constexpr int EACH = kChunkBytes / 512 / stream::kWideWarps;
+  uint4 v[EACH];
+#pragma unroll
+  for (int i = 0; i < EACH; ++i) {
+    const int at = i * stream::kWideWarps + warp, group = at / 8, piece = group % 2 * 4 + lane % 4;
+    v[i] = load_shared16(from + group / 2 * kBoxBytes + (at % 8 * 8 + row) * 128 + ((piece ^ row) & 7) * 16);
+  }
+#pragma unroll
+  for (int i = 0; i < EACH; ++i) {
+    const int at = i * stream::kWideWarps + warp;
+    store_ordered(to + at / 8 * kGroupBytes + at % 8 * kColumnsBytes + row * 16 + lane % 4 * 4, v[i], ordered);
+  }
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // wgmma reads what was stored
+}
+
+#endif
 
 }  // namespace cuda
 }  // namespace kdtree
-
-#endif

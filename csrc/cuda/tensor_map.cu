@@ -28,13 +28,13 @@ Encode encoder() {
 
 }  // namespace
 
-CUtensorMap bf16_map(const void* base, const std::vector<uint64_t>& dims, int rows) {
+CUtensorMap bf16_map(const void* base, const std::vector<uint64_t>& dims, int rows, uint64_t pitch) {
   static const Encode encode = encoder();
   const auto rank = static_cast<uint32_t>(dims.size());
   std::vector<cuuint64_t> sizes(dims.begin(), dims.end()), strides;  // strides in bytes, of all but the innermost
   std::vector<cuuint32_t> box(rank, 1), steps(rank, 1);
   cuuint64_t stride = sizeof(uint16_t);
-  for (uint32_t i = 0; i + 1 < rank; ++i) strides.push_back(stride *= sizes[i]);
+  for (uint32_t i = 0; i + 1 < rank; ++i) strides.push_back(stride *= i == 0 && pitch > 0 ? pitch : sizes[i]);
   box[0] = 64, box[1] = static_cast<cuuint32_t>(rows);
   CUtensorMap map{};
   const CUresult code = encode(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, rank, const_cast<void*>(base), sizes.data(), strides.data(),

@@ -78,7 +78,7 @@ def linear(
 
 
 @pytest.mark.parametrize("kind", ["bf16", "int4"])
-@pytest.mark.parametrize(("m", "n", "k"), [(1, 33, 257), (5, 64, 256), (9, 47, 129), (70, 20, 300)])
+@pytest.mark.parametrize(("m", "n", "k"), [(1, 33, 257), (5, 64, 256), (9, 47, 129), (33, 47, 304), (70, 20, 300)])
 def test_linear(ops: Ops, kind: str, m: int, n: int, k: int) -> None:
     rng = np.random.default_rng(m + n)
     x, g = draw(rng, m, k), draw(rng, k)

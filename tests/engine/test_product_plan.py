@@ -55,11 +55,22 @@ def test_many_rows_of_few_columns_are_for_warpgroups(int4: bool) -> None:
         assert words[0] == "wide"
         begins = library("cpu").product_segments(k, 128 if int4 else 32, 8)
         longest = max(b - a for a, b in pairwise(begins[:9]))
-        ring = 8 * 4 * 2 * 1152
-        assert ring + 64 * 2 * longest <= int(words[1]) <= HOPPER
+        ring = 16 * (4 * 1152 if int4 else 5 * 1024)
+        assert ring + 64 * 2 * (longest + 128) <= int(words[1]) <= HOPPER - 1024
         for rows in (1, 16):
             assert plan("wide", k, rows, int4=int4) == plan("linear", k, rows, int4=int4)
     assert plan("wide", 18432, 64, int4=int4) == plan("linear", 18432, 64, int4=int4), "no room"
+
+
+def test_a_block_has_all_of_short_rows_in_int4() -> None:
+    for k in (8, 104, 2048):
+        words = plan("whole", k, 64).split()
+        assert words[0] == "whole"
+        rings = 16 * 3 * 1152 + 4 * 5 * 64 * 64 * 2
+        assert max(rings, 7 * 64 * 64 * 4) <= int(words[1]) <= HOPPER - 1024
+        assert plan("whole", k, 16) == plan("linear", k, 16)
+        assert plan("whole", k, 64, int4=False).split()[0] == "wide"
+    assert plan("whole", 2056, 64).split()[0] == "wide"
 
 
 def test_two_blocks_where_registers_leave_room_for_two() -> None:
