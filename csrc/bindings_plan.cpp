@@ -22,7 +22,7 @@ std::string product_plan(std::string product, bool int4, int64_t k, int64_t rows
   };
   if (!stream::serves(device, in)) return "generic";
   if (stream::serves_wide(device, kind, in, m)) {
-    if (whole && stream::serves_whole(device, kind, in, 1)) return "whole " + std::to_string(stream::whole_shared(kind));
+    if (whole && stream::serves_whole(device, kind, in, 1)) return "whole " + std::to_string(stream::whole_shared());
     return "wide " + std::to_string(stream::wide_shared(kind, in));
   }
   if (product == "linear") {

@@ -133,7 +133,7 @@ constexpr size_t moe_shared(const MoeVariant& v, int k, int rows) {
 constexpr int kWideRows = 64, kWideLeast = 17, kWideWarps = 16, kWideGroups = kWideWarps / 4, kWideTile = 64, kWideChunk = 128;
 constexpr int kWideCluster = 2;  // blocks of one segment that are sent the same activations; an H200 has room for 66 pairs, but 30 fours
 constexpr size_t kWideStatic = 1 << 10;
-constexpr int wide_depth(WeightKind kind) { return kind == WeightKind::kInt4 ? 4 : 5; }
+constexpr int wide_depth(WeightKind kind) { return kind == WeightKind::kInt4 ? 4 : 5; }  // units of a warp's ring
 constexpr int wide_slot(WeightKind kind) { return kind == WeightKind::kInt4 ? kRingBytes : 1024; }
 constexpr size_t wide_shared(WeightKind kind, int k) {
   const int chunks = (staged_length(k, kSegments, unit_of(kind)) + kWideChunk - 1) / kWideChunk;
@@ -145,20 +145,17 @@ constexpr int wide_groups(int blocks) { return blocks / (kSegments * kWideCluste
 constexpr size_t wide_exchange(int groups) {
   return static_cast<size_t>(2 * groups * kSegments * kWideGroups * kWideTile) * kWideRows * sizeof(float);
 }
-// The same where a block has all of K for one tile (linear_whole.cu): int4 or bf16 units of a warp's ring, and boxes of 64 of K of all rows
-// of activations that a warpgroup asks for ahead.
-constexpr int kWholeAhead = 3;
-constexpr int whole_depth(WeightKind kind) { return kind == WeightKind::kInt4 ? 3 : 4; }
-constexpr size_t whole_shared(WeightKind kind) {
-  const size_t rings = static_cast<size_t>(kWideWarps) * whole_depth(kind) * wide_slot(kind) +
-                       static_cast<size_t>(kWideGroups) * (kWholeAhead + 2) * (64 * kWideRows * 2);
+// The same where a block has all of K for one tile (linear_whole.cu), all units of a warp's weights at once and boxes of 64 of K of all rows
+// of activations, of which a warpgroup asks for so many ahead. For K so short that activations, which every block takes in whole, are
+// not too many, and tiles that run at a time.
+constexpr int kWholeAhead = 3, kWholeK = 2048, kWholeUnits = kWholeK / unit_of(WeightKind::kInt4) / kWideGroups;
+constexpr size_t whole_shared() {
+  const size_t operands = static_cast<size_t>(kWideWarps) * kWholeUnits * kRingBytes + static_cast<size_t>(kWideGroups) * (kWholeAhead + 1) * (64 * kWideRows * 2);
   const size_t sums = static_cast<size_t>(kSegments - 1) * kWideTile * kWideRows * sizeof(float);
-  return rings > sums ? rings : sums;
+  return operands > sums ? operands : sums;
 }
-// For K so short that activations, which every block takes in whole, are not too many, and tiles that run at a time.
-constexpr int kWholeK = 2048;
 constexpr bool serves_whole(const Device& device, WeightKind kind, int k, int tiles) {
-  return kind == WeightKind::kInt4 && k <= kWholeK && tiles <= device.multiprocessors && whole_shared(kind) + kWideStatic <= device.shared;
+  return kind == WeightKind::kInt4 && k <= kWholeK && tiles <= device.multiprocessors && whole_shared() + kWideStatic <= device.shared;
 }
 // Whether it serves: its bits are the other variants', so rows may have a say.
 constexpr bool serves_wide(const Device& device, WeightKind kind, int k, int rows) {

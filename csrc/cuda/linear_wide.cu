@@ -17,7 +17,6 @@
 
 #include "backend.h"
 #include "stream_wide.cuh"
-#include "tensor_map.h"
 
 namespace kdtree {
 namespace {
@@ -73,8 +72,20 @@ __global__ __launch_bounds__(kWideWarps * kWarp, 1) void wide_kernel(const __gri
   const int counted = load_early(p.n_rows);
   if (threadIdx.x == 0) {
     for (int c = 0; c < chunks; ++c) {
+      full_expect(full + c, kChunkBytes);
       copy_chunk<kWideCluster>(b + (c + 1) * kChunkBytes, &p.x, unit * UNIT + c * kWideChunk, full + c, rank);
     }
+  }
+
+  // All chunks before the first product: the fence that lets wgmma see them waits for the warp's copies in flight, and would empty the ring
+  // each time if it came between products.
+  for (int c = 0; c < chunks; ++c) {
+    full_wait(full + c, 0);
+    Pieces<kWideWarps, kChunkBytes / 512 / kWideWarps> pieces;
+    pieces.load(b + (c + 1) * kChunkBytes, warp, lane);
+    pieces.store(staged + c * kChunkBytes, warp, lane, p.ordered);
+    if (c + 1 == chunks) fence_to_tensor_cores();
+    __syncthreads();
   }
 
   const LaneOffsets at(lane);
@@ -124,38 +135,28 @@ __global__ __launch_bounds__(kWideWarps * kWarp, 1) void wide_kernel(const __gri
   };
 
   int tile = first_tile, half = 0;
-  for (bool first = true; first || tile < p.tiles; first = false, tile += next_tile, half ^= 1) {
+  for (; tile < p.tiles; tile += next_tile, half ^= 1) {
     float acc[32];
     uint32_t a[8];
 #pragma unroll
     for (int e = 0; e < 32; ++e) acc[e] = 0.f;
 #pragma unroll
     for (int e = 0; e < 8; ++e) a[e] = 0;
-    const bool live = tile < p.tiles;  // a warpgroup without a tile puts activations in order for the others
     for (int step = 0; step < steps; ++step) {
-      if (first && step % A_CHUNK == 0) {
-        const int c = step / A_CHUNK;
-        full_wait(full + c);
-        order_chunk(staged + c * kChunkBytes, b + (c + 1) * kChunkBytes, p.ordered);
-        __syncthreads();
-      }
       copy_wait<DEPTH - 2>();
       __syncwarp();
       fetch(behind);  // the slot that was read a step ago
       behind = slot;
-      if (live) {
-        if constexpr (KIND == WeightKind::kInt4) {
-          multiply_int4<2>(acc, slot, at, b + step * kChunkBytes, 0);
-        } else {
-          multiply_bf16(acc, a, slot, at, b + step * kGroupBytes);
-        }
+      if constexpr (KIND == WeightKind::kInt4) {
+        multiply_int4<2>(acc, slot, at, b + step * kChunkBytes, 0);
+      } else {
+        multiply_bf16(acc, a, slot, at, b + step * kGroupBytes);
       }
       slot = slot + SLOT == ring + DEPTH * SLOT ? ring : slot + SLOT;
     }
     if constexpr (KIND == WeightKind::kBf16) wgmma_wait<0>(acc, a);
-    if (!live) break;
     const int rows = min(counted - p.first_row, p.max_rows);
-    if (!first) finish(tile - next_tile, half ^ 1, rows);  // and so nobody still reads the round before that
+    if (tile > first_tile) finish(tile - next_tile, half ^ 1, rows);  // and so nobody still reads the round before that
     publish(acc, half, rows);
   }
   copy_wait<0>();
@@ -191,8 +192,7 @@ bool CudaBackend::linear_wide(const LinearArgs& a) {
   const int groups = std::min(most, (p.tiles + kWideCluster - 1) / kWideCluster * kWideCluster);
   for (p.first_row = 0; p.first_row < a.max_rows; p.first_row += stream::kWideRows) {
     set_rows(p, a);
-    p.x = bf16_map(x + static_cast<size_t>(p.first_row) * ldx, {static_cast<uint64_t>(p.k), static_cast<uint64_t>(p.max_rows)},
-                   stream::kWideRows / kWideCluster, static_cast<uint64_t>(ldx));
+    p.x = rows_map(p, x, ldx, stream::kWideRows / kWideCluster);
     launch_clusters(name, kernel, kWideCluster, dim3(static_cast<unsigned>(groups * kSegments)), kWideWarps * kWarp, shared, p);
   }
   return true;

@@ -7,6 +7,7 @@
 #include <cuda.h>
 
 #include "stream.cuh"
+#include "tensor_map.h"
 #include "wgmma.cuh"
 
 namespace kdtree {
@@ -46,6 +47,11 @@ inline void set_rows(WideParams& p, const LinearArgs& a) {
     const int j = paired || i >= a.parts ? 0 : i;
     p.out[i] = static_cast<char*>(a.out[j]) + static_cast<size_t>(p.first_row) * a.ldo[j] * (paired ? sizeof(uint16_t) : sizeof(float));
   }
+}
+// Activations of p's launch, whose rows begin at x[first_row], in boxes of kBox x `rows`.
+inline CUtensorMap rows_map(const WideParams& p, const uint16_t* x, int ldx, int rows) {
+  return bf16_map(x + static_cast<size_t>(p.first_row) * ldx, {static_cast<uint64_t>(p.k), static_cast<uint64_t>(p.max_rows)}, rows,
+                  static_cast<uint64_t>(ldx));
 }
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -95,11 +101,9 @@ constexpr int kFragments = 4 * 8;  // of a tile: 16 weight rows and eight column
 constexpr int kGroupBytes = 4096, kStepBytes = 2048, kColumnsBytes = 256, kMatrixBytes = 128;
 constexpr int kChunkBytes = stream::kWideChunk * stream::kWideRows * 2;
 template <WeightKind KIND>
-constexpr int kWideDepth = stream::wide_depth(KIND);  // units of a ring
+constexpr int kWideDepth = stream::wide_depth(KIND);
 template <WeightKind KIND>
-constexpr int kWideSlot = stream::wide_slot(KIND);  // bytes of one
-template <WeightKind KIND>
-constexpr int kWholeDepth = stream::whole_depth(KIND);
+constexpr int kWideSlot = stream::wide_slot(KIND);  // bytes of a unit in a ring
 constexpr int kBox = 64, kBoxBytes = kBox * stream::kWideRows * 2;  // elements of K of a copy, 128 bytes of every row
 
 __device__ __forceinline__ uint64_t descriptor(uint32_t at) {
@@ -175,57 +179,69 @@ __device__ __forceinline__ void multiply_bf16(float (&acc)[32], uint32_t (&a)[8]
 __device__ __forceinline__ void full_init(uint64_t* full) {
   asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(shared_address(full)) : "memory");
 }
-__device__ __forceinline__ void full_wait(uint64_t* full) {
+__device__ __forceinline__ void full_expect(uint64_t* full, uint32_t bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(full)), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void full_wait(uint64_t* full, uint32_t parity) {
   uint32_t done;
   do {
-    asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.shared.b64 p, [%1], 0;\nselp.u32 %0, 1, 0, p;\n}\n"
+    asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.shared.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}\n"
                  : "=r"(done)
-                 : "r"(shared_address(full))
+                 : "r"(shared_address(full)), "r"(parity)
                  : "memory");
   } while (!done);
 }
 
+// By one thread: a box of all rows at k.
+__device__ __forceinline__ void copy_rows(uint32_t to, const CUtensorMap* map, int k, uint64_t* full) {
+  asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, 0}], [%3];" ::"r"(to), "l"(map),
+               "r"(k), "r"(shared_address(full))
+               : "memory");
+}
 // By one thread of each block of a cluster of CL: this block's rows of the chunk at k, to the same place of all of them. A chunk is two boxes.
 template <int CL>
 __device__ __forceinline__ void copy_chunk(uint32_t to, const CUtensorMap* map, int k, uint64_t* full, int rank) {
-  const uint32_t barrier = shared_address(full);
-  asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier), "r"(kChunkBytes) : "memory");
 #pragma unroll
   for (int box = 0; box < kChunkBytes / kBoxBytes; ++box) {
     asm volatile(
         "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(
             to + box * kBoxBytes + rank * (kBoxBytes / CL)),
-        "l"(map), "r"(k + box * kBox), "r"(rank * (stream::kWideRows / CL)), "r"(barrier), "h"(static_cast<uint16_t>((1 << CL) - 1))
+        "l"(map), "r"(k + box * kBox), "r"(rank * (stream::kWideRows / CL)), "r"(shared_address(full)), "h"(static_cast<uint16_t>((1 << CL) - 1))
         : "memory");
   }
 }
 
-// A piece of eight elements of a row to its four places in an ordered group; ordered: it has the nibbles' order already.
+// A piece of eight elements to its four places in an ordered group; ordered: it has the nibbles' order already.
 __device__ __forceinline__ void store_ordered(uint8_t* place, const uint4& v, bool ordered) {
   const uint4 w = ordered ? v : in_order(v);
   *reinterpret_cast<uint32_t*>(place) = w.x, *reinterpret_cast<uint32_t*>(place + kMatrixBytes) = w.y;
   *reinterpret_cast<uint32_t*>(place + kStepBytes) = w.z, *reinterpret_cast<uint32_t*>(place + kStepBytes + kMatrixBytes) = w.w;
 }
+// What this thread has stored, wgmma reads behind a barrier. Waits for the thread's own copies in flight too (MEMBAR.ALL).
+__device__ __forceinline__ void fence_to_tensor_cores() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// The chunk that has come to `from` is put in order at `to`, by all warps; ordered: its pieces of eight have the nibbles' order already.
-// Whoever reads it afterwards passes a barrier of the block. Eight rows of a group of 32 a warp at a time; in shared memory a
-// quarter of a warp reads two rows that are four apart, which the swizzle brings into all banks.
-__device__ __forceinline__ void order_chunk(uint8_t* to, uint32_t from, bool ordered) {
-  const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp, row = lane / 4 % 2 * 4 + lane / 8;
-  constexpr int EACH = kChunkBytes / 512 / stream::kWideWarps;
+// EACH of the eights of rows of a group of 32 that have come in boxes at `from`, warp by warp of WARPS: a lane reads a piece of eight
+// elements of each, and puts it in order in a group of 32 behind the other at `to`. In shared memory a quarter of a warp reads
+// two rows that are four apart, which the swizzle brings into all banks.
+template <int WARPS, int EACH>
+struct Pieces {
   uint4 v[EACH];
+  __device__ __forceinline__ static int row(int lane) { return lane / 4 % 2 * 4 + lane / 8; }
+  __device__ __forceinline__ void load(uint32_t from, int warp, int lane) {
 #pragma unroll
-  for (int i = 0; i < EACH; ++i) {
-    const int at = i * stream::kWideWarps + warp, group = at / 8, piece = group % 2 * 4 + lane % 4;
-    v[i] = load_shared16(from + group / 2 * kBoxBytes + (at % 8 * 8 + row) * 128 + ((piece ^ row) & 7) * 16);
+    for (int i = 0; i < EACH; ++i) {
+      const int at = i * WARPS + warp, group = at / 8, piece = group % 2 * 4 + lane % 4;
+      v[i] = load_shared16(from + group / 2 * kBoxBytes + (at % 8 * 8 + row(lane)) * 128 + ((piece ^ row(lane)) & 7) * 16);
+    }
   }
+  __device__ __forceinline__ void store(uint8_t* to, int warp, int lane, bool ordered) const {
 #pragma unroll
-  for (int i = 0; i < EACH; ++i) {
-    const int at = i * stream::kWideWarps + warp;
-    store_ordered(to + at / 8 * kGroupBytes + at % 8 * kColumnsBytes + row * 16 + lane % 4 * 4, v[i], ordered);
+    for (int i = 0; i < EACH; ++i) {
+      const int at = i * WARPS + warp;
+      store_ordered(to + at / 8 * kGroupBytes + at % 8 * kColumnsBytes + row(lane) * 16 + lane % 4 * 4, v[i], ordered);
+    }
   }
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // wgmma reads what was stored
-}
+};
 
 #endif
 

@@ -66,8 +66,8 @@ def test_a_block_has_all_of_short_rows_in_int4() -> None:
     for k in (8, 104, 2048):
         words = plan("whole", k, 64).split()
         assert words[0] == "whole"
-        rings = 16 * 3 * 1152 + 4 * 5 * 64 * 64 * 2
-        assert max(rings, 7 * 64 * 64 * 4) <= int(words[1]) <= HOPPER - 1024
+        operands = 16 * 4 * 1152 + 4 * 4 * 64 * 64 * 2
+        assert max(operands, 7 * 64 * 64 * 4) <= int(words[1]) <= HOPPER - 1024
         assert plan("whole", k, 16) == plan("linear", k, 16)
         assert plan("whole", k, 64, int4=False).split()[0] == "wide"
     assert plan("whole", 2056, 64).split()[0] == "wide"
