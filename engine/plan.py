@@ -100,7 +100,7 @@ def _cuda_scratch(c: ModelConfig, precision: str, heads: int, context: int, rows
     """
     segments = -(-context // SEGMENT)
     generic = 4 * rows * heads * segments * (c.kv_lora_rank + 2) if segments > 1 else 0
-    moe = moe_scratch(c, rows) if c.first_k_dense < c.num_layers else 0  # in every precision: asked for before it counts
+    moe = moe_scratch(c, rows) if c.first_k_dense < c.num_layers else 0  # asked for in every precision
     hopper = hopper_scratch(c, heads, context, rows) if precision in BF16_PRECISIONS else 0
     return max(generic, moe, hopper)
 
