@@ -72,8 +72,8 @@ class CsrcSession:
     ) -> None:
         """``progress`` is called after every round of a decode; without it a decode is one call into the engine.
 
-        ``identity`` says what a forward's costs depend on (`engine.costs`). ``member``: whose functions the engine calls,
-        so that they live as long as the session does.
+        ``identity`` says what a forward's costs depend on (`engine.costs`). ``member``: whose functions the engine
+        calls, so that they live as long as the session does.
         """
         self._member = member
         self._ops, self._handle, self._progress, self._identity = ops, handle, progress, identity
