@@ -85,12 +85,12 @@ def build(
         raise BuildError(f"device {device!r}: known are cpu and cuda")
     if sanitize is not None and sanitize not in SANITIZERS:
         raise BuildError(f"sanitizer {sanitize!r}: known are {', '.join(SANITIZERS)}")
-    extension = toolchain.extension()
-    compiler = toolchain.compiler(extension)
-    toolkit, capabilities = toolchain.cuda(extension, archs) if device == "cuda" else ("", ())
+    torch = toolchain.torch_build()
+    compiler = toolchain.compiler()
+    toolkit, capabilities = toolchain.cuda(toolchain.extension(), archs) if device == "cuda" else ("", ())
     flags = _flags(device, debug, sanitize)
     files = sources(device)
-    key = _key(files, flags, compiler, toolkit, capabilities)
+    key = _key(files, flags, torch, compiler, toolkit, capabilities)
     home = cache or Path(os.environ.get("KDTREE_BUILD") or ROOT / "build")
     final = home / f"{device}-{key}"
     library = final / f"{NAME}.so"
@@ -103,7 +103,7 @@ def build(
         with _exclusive(home / f".{device}-{key}.lock"):
             if not library.exists():  # another process may have been first
                 gnu = "Free Software Foundation" in compiler
-                _make(extension, files, flags, capabilities, final, precompile=gnu)
+                _make(toolchain.extension(), files, flags, capabilities, final, precompile=gnu)
                 _drop_unused(home)
     except OSError as error:
         raise BuildError(f"{said(error)}; KDTREE_BUILD names another folder than {home}") from error
@@ -141,10 +141,13 @@ def _flags(device: str, debug: bool, sanitize: str | None) -> dict[str, list[str
 
 
 def _key(
-    files: Sequence[Path], flags: dict[str, list[str]], compiler: str, toolkit: str, capabilities: Sequence[str]
+    files: Sequence[Path],
+    flags: dict[str, list[str]],
+    torch: Sequence[str | None],
+    compiler: str,
+    toolkit: str,
+    capabilities: Sequence[str],
 ) -> str:
-    import torch
-
     digest = hashlib.sha256()
     read = [CSRC / path for path in closure(CSRC, [path.relative_to(CSRC) for path in files])]
     for path in [*read, Path(__file__)]:
@@ -154,7 +157,7 @@ def _key(
         "compiler": compiler,
         "toolkit": toolkit,
         "capabilities": list(capabilities),
-        "torch": [torch.__version__, torch.version.git_version, torch.version.cuda, torch.compiled_with_cxx11_abi()],
+        "torch": list(torch),
         "machine": [platform.system(), platform.machine(), platform.libc_ver()],
         "root": str(ROOT) if "-g" in flags["cxx"] else "",  # debug information holds it, a release build nothing of it
     }
