@@ -20,6 +20,7 @@ namespace kdtree {
 
 namespace cuda {
 struct MlaParts;
+struct StreamMoeParams;
 }
 
 class CudaBackend final : public Backend {
@@ -136,6 +137,9 @@ class CudaBackend final : public Backend {
   bool moe_streams(const MoeArgs& a) const;
   bool gate_up_stream(const MoeArgs& a);
   bool down_stream(const MoeArgs& a);
+  int choose_boxes(const MoeArgs& a, bool down) const;  // the shape of box_plan.h that serves, or -1
+  // early: the launch before is the router's, so that a staged one may write what the router does not read before the router has ended.
+  void launch_boxes(const char* name, const MoeArgs& a, bool down, int variant, bool early, const cuda::StreamMoeParams& p);
 
   // MLA in bf16 on tensor cores (mla_plan.h says for which shapes). prepare_on_tensor_cores: false where the generic kernel must.
   bool prepare_on_tensor_cores(const MlaPrepareArgs& a);

@@ -81,11 +81,15 @@ bool CudaBackend::down_stream(const MoeArgs& a) {
     const OrderParams o{scratch.ordered, p.row_stride, p.act, a.down.k, a.top_k, a.max_rows, a.n_rows};
     launch("experts_order", order_kernel, dim3(a.max_rows * a.top_k), kOrderThreads, 0, o);
   }
-  const StreamMoeKernel kernel = moe_kernel<true, stream::kDown>(variant);
   const char* const name = int4 ? "experts_int4_bf16_down" : "experts_bf16_down";
-  const size_t shared = stream::moe_shared(v, a.down.k, a.max_rows);
-  const int blocks = resident_clusters(reinterpret_cast<const void*>(kernel), name, 1, v.warps * kWarp, shared), rows = stream::moe_rows(v.staged);
-  launch(name, kernel, dim3(blocks, (a.max_rows + rows - 1) / rows), v.warps * kWarp, shared, p);
+  if (const int in_boxes = choose_boxes(a, true); in_boxes >= 0) {
+    launch_boxes(name, a, true, in_boxes, false, p);
+  } else {
+    const StreamMoeKernel kernel = moe_kernel<true, stream::kDown>(variant);
+    const size_t shared = stream::moe_shared(v, a.down.k, a.max_rows);
+    const int blocks = resident_clusters(reinterpret_cast<const void*>(kernel), name, 1, v.warps * kWarp, shared), rows = stream::moe_rows(v.staged);
+    launch(name, kernel, dim3(blocks, (a.max_rows + rows - 1) / rows), v.warps * kWarp, shared, p);
+  }
   const CombineParams c{p.products, a.weights, a.top_k, a.down.n, a.shared_down.n > 0, a.out, a.max_rows, a.n_rows};
   launch("experts_combine", combine_kernel, dim3((a.down.n + kCombineThreads - 1) / kCombineThreads, a.max_rows), kCombineThreads, 0, c);
   return true;

@@ -2,6 +2,7 @@
 //
 // More rows than stand in shared memory are normed once by a launch of their own, in scratch: from there every block reads the few rows of
 // the experts that it has.
+#include "../box_plan.h"
 #include "backend.h"
 #include "moe_scratch.h"
 #include "moe_stream.cuh"
@@ -53,8 +54,9 @@ bool CudaBackend::moe_streams(const MoeArgs& a) const {
 
 bool CudaBackend::gate_up_stream(const MoeArgs& a) {
   if (!moe_streams(a)) return false;
-  const int variant = stream::choose_gate_up(device_shape_, a.dim, a.max_rows);
+  const int variant = stream::choose_gate_up(device_shape_, a.dim, a.max_rows), in_boxes = choose_boxes(a, false);
   const stream::MoeVariant& v = stream::kGateUp[variant];
+  const bool staged = in_boxes >= 0 ? stream::kGateUpBoxes[in_boxes].staged : v.staged;
   const bool int4 = a.gate.kind == WeightKind::kInt4;
   const MoeScratch scratch(a.scratch, a.max_rows, a.top_k, a.down.k, a.dim);
   StreamMoeParams p{};
@@ -66,15 +68,19 @@ bool CudaBackend::gate_up_stream(const MoeArgs& a) {
   p.pairs = stream::column_pairs(a.max_rows), p.ids = a.ids, p.top_k = a.top_k, p.max_rows = a.max_rows, p.n_rows = a.n_rows;
   p.act = static_cast<uint16_t*>(a.act), p.shared_act = static_cast<uint16_t*>(a.shared_act);
   if (int4 && a.phase == MoePhase::kBoth && stream::padded(a.gate.n) == a.gate.n) p.ordered = scratch.ordered;
-  if (!v.staged) {
+  if (!staged) {
     const NormParams n{scratch.normed, p.row_stride, a.x, a.dim, a.norm_w, a.eps, a.max_rows, a.n_rows};
     launch("experts_norm", norm_kernel, dim3(a.max_rows), kNormThreads, 0, n);
   }
-  const StreamMoeKernel kernel = moe_kernel<false, stream::kGateUp>(variant);
   const char* const name = int4 ? "experts_int4_bf16" : "experts_bf16";
-  const size_t shared = stream::moe_shared(v, a.dim, a.max_rows);
-  const int blocks = resident_clusters(reinterpret_cast<const void*>(kernel), name, 1, v.warps * kWarp, shared), rows = stream::moe_rows(v.staged);
-  launch(name, kernel, dim3(blocks, (a.max_rows + rows - 1) / rows), v.warps * kWarp, shared, p);
+  if (in_boxes >= 0) {
+    launch_boxes(name, a, false, in_boxes, false, p);
+  } else {
+    const StreamMoeKernel kernel = moe_kernel<false, stream::kGateUp>(variant);
+    const size_t shared = stream::moe_shared(v, a.dim, a.max_rows);
+    const int blocks = resident_clusters(reinterpret_cast<const void*>(kernel), name, 1, v.warps * kWarp, shared), rows = stream::moe_rows(v.staged);
+    launch(name, kernel, dim3(blocks, (a.max_rows + rows - 1) / rows), v.warps * kWarp, shared, p);
+  }
   ++(*counting_)[int4 ? "experts_int4_bf16_stream" : "experts_bf16_stream"];
   return true;
 }

@@ -25,19 +25,24 @@ struct Routes {
   int below[kMostExperts / 32];  // experts of the words before
 };
 
-// Called by the whole block; `count` ids of the step's rows, row by row; a turn takes `most` rows. Ends with a barrier of the block.
-template <int PLACES>
+// Called by the whole block or, ALONE, by one warp; `count` ids of the step's rows, row by row; a turn takes `most` rows. Ends with a
+// barrier of its callers.
+template <bool ALONE = false, int PLACES>
 __device__ __forceinline__ void find_routes(Routes<PLACES>& r, const int32_t* ids, int count, int most) {
-  const int lane = threadIdx.x % kWarp;
-  for (int i = threadIdx.x; i < kMostExperts / 32; i += blockDim.x) r.set[i] = 0;
-  __syncthreads();
-  for (int i = threadIdx.x; i < count; i += blockDim.x) {
+  const int lane = threadIdx.x % kWarp, thread = ALONE ? lane : static_cast<int>(threadIdx.x), threads = ALONE ? kWarp : static_cast<int>(blockDim.x);
+  const auto meet = [] {
+    if constexpr (ALONE) __syncwarp();
+    else __syncthreads();
+  };
+  for (int i = thread; i < kMostExperts / 32; i += threads) r.set[i] = 0;
+  meet();
+  for (int i = thread; i < count; i += threads) {
     const int id = ids[i];
     KD_ASSERT(id >= 0 && id < kMostExperts, "moe: an expert id out of range");
     r.id[i] = static_cast<uint16_t>(id);
     atomicOr(r.set + id / 32, 1u << (id % 32));
   }
-  __syncthreads();
+  meet();
   const auto upto = [&](int mine) {
 #pragma unroll
     for (int d = 1; d < kWarp; d *= 2) {
@@ -46,7 +51,7 @@ __device__ __forceinline__ void find_routes(Routes<PLACES>& r, const int32_t* id
     }
     return mine;
   };
-  if (threadIdx.x < kWarp) {
+  if (thread < kWarp) {
     uint32_t word = r.set[lane];
     const int all = upto(__popc(word)), found = __shfl_sync(kAll, all, kWarp - 1);
     r.below[lane] = all - __popc(word);
@@ -97,7 +102,7 @@ __device__ __forceinline__ void find_routes(Routes<PLACES>& r, const int32_t* id
     }
     if (lane == 0) r.turn[found] = static_cast<uint16_t>(turns);
   }
-  __syncthreads();
+  meet();
 }
 
 }  // namespace cuda

@@ -12,5 +12,10 @@ namespace cuda {
 // elements of the two innermost, their 128-byte rows swizzled as wgmma.cuh says. What lies outside the array reads as zeros.
 CUtensorMap bf16_map(const void* base, const std::vector<uint64_t>& dims, int rows);
 
+// Of `rows` rows of `pitch` bytes at a and, unless they are the same, as many at b (both and the pitch on 16 bytes): boxes of `wide` bytes x `high`
+// rows of each of the two, of which the one that lies lower in memory comes first. Swizzled as above, then 128 bytes wide, or not at
+// all. What lies outside the rows reads as zeros.
+CUtensorMap row_map(const void* a, const void* b, uint64_t pitch, uint64_t rows, int wide, int high, bool swizzled);
+
 }  // namespace cuda
 }  // namespace kdtree

@@ -1,0 +1,521 @@
+// The experts for bf16 activations on Hopper: moe_stream.cuh's products, in every bit, with weights brought by the bulk copy engine.
+//
+// A box is 16 weight rows x 128 bytes, two units of K, of rows as they lie in the file: of gate and up eight each, in one copy, because the
+// tensor map has both as its third dimension. Every warp has a ring of its own with an mbarrier a slot; one lane asks for a slot's boxes
+// as soon as the warp has multiplied what stood there, so that all slots but one are always on their way. The scales of several boxes
+// come in one piece. Items, and who has which, are moe_stream.cuh's.
+// A nibble becomes q/4, exactly, since bf16's smallest numbers need no exponent to be set: of the low nibble of a byte by (128 + n)/4 - 34, of
+// the high one, whose bits are the number n * 2^-129, by a multiplication with 2^127. An item's sums are multiplied by 4 at its end.
+#pragma once
+#include <cuda.h>
+
+#include "../box_plan.h"
+#include "moe_stream.cuh"
+
+namespace kdtree {
+namespace cuda {
+
+struct BoxMoeParams {
+  CUtensorMap weights, scales, shared;  // boxes of both tensors, of which the first is the one that lies lower in memory
+  StreamMoeParams p;
+  bool up_first, shared_up_first;
+  bool scales_differ;  // the scales' tensors lie in the other order
+  bool early;          // gate and up, staged: the launch before is the router, so that nothing older reads shared_act or writes x
+  int columns;         // that a group's sums have room for
+};
+
+constexpr int kBoxItems = 8;  // places for a warp's items: those asked for, at least a slot each, the one at hand and the end
+
+template <bool DOWN_, bool STAGED_, int SPLIT_, int NT_, int WARPS_, int WIDE_, int DEPTH_, int SPAN_>
+struct BoxMoeShape {
+  static constexpr bool DOWN = DOWN_, STAGED = STAGED_;
+  static constexpr int SPLIT = SPLIT_, NT = NT_, WARPS = WARPS_, WIDE = WIDE_, DEPTH = DEPTH_, SPAN = SPAN_;
+  static constexpr int TURN = NT * kColumns;  // rows of an expert at a time, and of the shared one:
+  static constexpr int MOST = stream::box_most(STAGED, SPLIT, NT), SHARED_TURN = MOST * kColumns;
+  static constexpr int ROWS = stream::moe_rows(STAGED);  // rows of the step at a time
+  static constexpr int GROUPS = WARPS / SPLIT, SEGMENTS = kSegments / SPLIT;
+  static constexpr int OUTPUTS = stream::moe_outputs(DOWN);
+  static constexpr int SLOT = WIDE * stream::kBoxBytes, LINE = WIDE * SPAN * 16, PIECE = kTileRows * LINE;  // LINE: a row's scales in a piece
+  static constexpr int RING = static_cast<int>(stream::box_ring(WARPS, WIDE, DEPTH, SPAN));
+  static_assert(kSegments % SPLIT == 0 && WARPS % SPLIT == 0 && (SPLIT == 1 || NT == 1), "whole groups; sums of one tile of activations");
+  static_assert(!STAGED || TURN >= ROWS, "staged rows take one turn");
+  static_assert(DEPTH + 2 <= kBoxItems && LINE <= 256, "each slot may be another item's; what a box may be wide");
+};
+
+__device__ __forceinline__ void barrier_expect(uint32_t at, uint32_t bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(at), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ bool barrier_passed(uint32_t at, int phase) {
+  uint32_t done;
+  asm volatile(
+      "{ .reg .pred p;\n"
+      "mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+      "selp.u32 %0, 1, 0, p; }" : "=r"(done) : "r"(at), "r"(phase & 1) : "memory");
+  return done != 0;
+}
+__device__ __forceinline__ void copy_box(uint32_t to, const CUtensorMap* map, int byte, int row, uint32_t barrier) {
+  asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];" ::"r"(to),
+               "l"(map), "r"(barrier), "r"(byte), "r"(row), "r"(0)
+               : "memory");
+}
+
+// The nibbles of a word's bytes 0 and 2, low or high, as two bf16 numbers q/4.
+__device__ __forceinline__ uint32_t low_pair(uint32_t word) {
+  uint32_t v;
+  asm("lop3.b32 %0, %1, 0x000f000f, 0x43004300, 0xea;" : "=r"(v) : "r"(word));
+  asm("fma.rn.bf16x2 %0, %0, %1, %2;" : "+r"(v) : "r"(0x3e803e80u), "r"(0xc208c208u));
+  return v;
+}
+__device__ __forceinline__ uint32_t high_pair(uint32_t word) {
+  uint32_t v = word & 0x00f000f0u;
+  asm("fma.rn.bf16x2 %0, %0, %1, %2;" : "+r"(v) : "r"(0x7f007f00u), "r"(0xc000c000u));
+  return v;
+}
+
+// What a warp multiplies next: a tile and the places of its columns, of which there are none once all is done.
+struct BoxItem {
+  int tile, first, columns, of_shared;
+};
+
+// The copying side of a warp. In shared memory, because lane 0 alone needs it, once a slot.
+struct BoxCopies {
+  int left, at, row, of_shared;        // boxes of the item that are still to come, the next one, the tile's first row
+  int asked, slot, piece, in_piece;    // slots on their way, where the next goes, and where its scales stand
+  int index, count, done;              // the item taken and not yet begun (-1: none), items begun, whether there are no more
+  int next;                            // split: the group's next item
+};
+
+template <typename S>
+__global__ __launch_bounds__(S::WARPS* kWarp, 1) void box_moe_kernel(const __grid_constant__ BoxMoeParams q) {
+  constexpr bool DOWN = S::DOWN, STAGED = S::STAGED;
+  constexpr int SPLIT = S::SPLIT, NT = S::NT, DEPTH = S::DEPTH, WIDE = S::WIDE, GROUPS = S::GROUPS, SEGMENTS = S::SEGMENTS, OUTPUTS = S::OUTPUTS;
+  constexpr int SLOTS = stream::kSumSlots;
+  constexpr WeightKind INT4 = WeightKind::kInt4, BF16 = WeightKind::kBf16;
+  const StreamMoeParams& p = q.p;
+  extern __shared__ __align__(128) uint8_t dynamic[];
+  __shared__ float squares[STAGED ? S::ROWS * kSegments : 1], inverse[STAGED ? S::ROWS : 1];
+  __shared__ Routes<S::ROWS * kMostTopK> routes;
+  __shared__ uint64_t landed[S::WARPS * DEPTH], routed;
+  __shared__ BoxCopies copies[S::WARPS];
+  __shared__ BoxItem items[S::WARPS][kBoxItems];
+  __shared__ int next_item, shares[SPLIT > 1 ? GROUPS + 1 : 2];  // the block's, or a group's first of the others, and the end
+  __shared__ uint64_t full[SPLIT > 1 ? GROUPS * SLOTS : 1], empty[SPLIT > 1 ? GROUPS * SLOTS : 1];
+  __shared__ int4 summed[SPLIT > 1 ? GROUPS * SLOTS : 1];  // tile, first of the columns' places, columns, whether the shared expert's
+  uint8_t* const rings = dynamic + (stream::kBoxAlign - shared_address(dynamic) % stream::kBoxAlign) % stream::kBoxAlign;
+  uint8_t* const sums = rings + S::RING;
+  uint8_t* const staged = sums + stream::box_sum_bytes(SPLIT, S::MOST, S::WARPS, q.columns);
+
+  // The shuffle tells the compiler that a warp's number is the same in all its lanes.
+  const int warp = __shfl_sync(kAll, threadIdx.x / kWarp, 0), lane = threadIdx.x % kWarp, group = warp / SPLIT, part = warp % SPLIT;
+  const int block = blockIdx.x, blocks = gridDim.x, m0 = blockIdx.y * S::ROWS;
+  const int tiles = (p.n + OUTPUTS - 1) / OUTPUTS, shared_tiles = (p.shared_n + OUTPUTS - 1) / OUTPUTS;
+  const int own_shared = stream::shared_items(shared_tiles, blocks, block);
+  const uint32_t ring = shared_address(rings) + warp * (DEPTH * S::SLOT);
+  const uint32_t pieces = shared_address(rings) + S::WARPS * DEPTH * S::SLOT + warp * (DEPTH * S::PIECE);
+  const uint32_t barriers = shared_address(landed + warp * DEPTH);
+  const int s0 = part * SEGMENTS;  // this warp's segments begin
+  const auto unit_at = [](int segment, int k, bool bf16) { return segment_begin(segment, bf16 ? k / kUnitK<BF16> : k / kUnitK<INT4>); };
+
+  int rows = min(p.max_rows - m0, S::ROWS);  // at most; what is copied before their number is known takes them for one turn
+  // Lane 0's: takes the next item. Without a split any warp may have any item of its block, so that all end together; a group's warps must
+  // all have the same. False: there is none, as far as is known.
+  const auto take_item = [&](BoxCopies& c) {
+    BoxItem item{};
+    const int shared_turns = max((rows + S::SHARED_TURN - 1) / S::SHARED_TURN, 1);
+    if (c.index < 0) {
+      if constexpr (SPLIT == 1) c.index = atomicAdd(&next_item, 1);
+      else c.index = c.next++;
+    }
+    const int shared_count = (SPLIT == 1 ? own_shared : (own_shared - group + GROUPS - 1) / GROUPS) * shared_turns;
+    if (c.index < shared_count) {
+      const int i = c.index / shared_turns, turn = c.index - i * shared_turns;
+      item.tile = block + (SPLIT == 1 ? i : group + i * GROUPS) * blocks, item.first = turn * S::SHARED_TURN;
+      item.columns = 1, item.of_shared = 1;  // how many are there is for whoever knows the rows
+      c.row = item.tile * OUTPUTS;
+    } else {
+      if (c.done || !barrier_passed(shared_address(&routed), 0)) return false;
+      const int at = shares[SPLIT == 1 ? 0 : group] + c.index - shared_count;
+      if (at >= shares[SPLIT == 1 ? 1 : group + 1]) {
+        items[warp][c.count % kBoxItems] = item;
+        c.done = 1;
+        return false;
+      }
+      const int slot = routes.slot[at / tiles];
+      const stream::ItemPlace place = stream::item_at(at, tiles, routes.turn[slot], routes.turn[slot + 1]);
+      item.tile = place.tile, item.first = routes.start[slot] + place.turn * S::TURN;
+      item.columns = min(routes.start[slot + 1] - item.first, S::TURN);
+      c.row = routes.expert[slot] * p.step + item.tile * OUTPUTS;
+    }
+    c.index = -1;
+    items[warp][c.count++ % kBoxItems] = item;
+    const bool bf16 = item.of_shared || p.bf16;
+    const int k = item.of_shared ? p.shared_k : p.k;
+    c.of_shared = item.of_shared;
+    c.at = unit_at(s0, k, bf16) / 2;
+    c.left = unit_at(s0 + SEGMENTS, k, bf16) / 2 - c.at;
+    c.in_piece = 0;
+    return true;
+  };
+  // Asks for as many slots as are free. Called by the warp, of which lane 0 alone has something to do.
+  const auto top_up = [&]() {
+    if (lane != 0) return;
+    BoxCopies c = copies[warp];
+#pragma unroll 1
+    while (c.asked < DEPTH && (c.left > 0 || take_item(c))) {
+      const int boxes = min(WIDE, c.left);
+      const bool scaled = !c.of_shared && !p.bf16 && c.in_piece == 0;
+      const uint32_t to = ring + c.slot * S::SLOT, barrier = barriers + c.slot * 8;
+      barrier_expect(barrier, boxes * stream::kBoxBytes + (scaled ? S::PIECE : 0));
+#pragma unroll
+      for (int j = 0; j < WIDE; ++j) {
+        if (j < boxes) copy_box(to + j * stream::kBoxBytes, c.of_shared ? &q.shared : &q.weights, (c.at + j) * 128, c.row, barrier);
+      }
+      if (scaled) {
+        copy_box(pieces + c.piece * S::PIECE, &q.scales, c.at * 16, c.row, barrier);
+        c.piece = c.piece + 1 == DEPTH ? 0 : c.piece + 1;
+      }
+      c.in_piece = c.in_piece + 1 == S::SPAN ? 0 : c.in_piece + 1;
+      c.slot = c.slot + 1 == DEPTH ? 0 : c.slot + 1;
+      c.at += WIDE, c.left -= boxes, ++c.asked;
+    }
+    copies[warp] = c;
+  };
+
+  if (lane == 0) {
+    for (int i = 0; i < DEPTH; ++i) barrier_init(barriers + i * 8, 1);
+    BoxCopies none{};
+    none.index = -1;
+    copies[warp] = none;
+  }
+  if (SPLIT > 1 && threadIdx.x < GROUPS * SLOTS) {  // every lane arrives: of all warps of the group, and of the one that adds
+    barrier_init(shared_address(full + threadIdx.x), SPLIT * kWarp);
+    barrier_init(shared_address(empty + threadIdx.x), kWarp);
+  }
+  if (threadIdx.x == 0) {
+    barrier_init(shared_address(&routed), kWarp);
+    next_item = 0;
+  }
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // the copy engine is to see the barriers
+  __syncthreads();
+  // Weights alone, so that it waits for nobody.
+  if (rows <= S::SHARED_TURN) top_up();
+
+  // Before the wait one may read what is older than the launch before this one, which has itself waited: x and the count of rows; and
+  // by down the ids too.
+  rows = min(active_rows(p.n_rows, p.max_rows) - m0, S::ROWS);
+  if (rows <= 0) {
+    wait_for_previous();
+    __syncwarp();
+    for (int i = 0; i < copies[warp].asked; ++i) barrier_wait(barriers + i * 8, 0);
+    return;
+  }
+  if constexpr (STAGED) {
+    const float* const x = p.x + static_cast<size_t>(m0) * p.k;
+    square_rows<kSegments>(squares, x, p.k, rows, p.k, kUnitK<INT4>, 0);
+    inverse_rows<1, kSegments>(inverse, squares, rows, p.k, p.eps);
+    stage_normed_rows(staged, p.stride, x, p.k, rows, rows, p.k, 0, p.k, p.norm_w, inverse);
+    __syncthreads();
+  }
+  // The last warp finds the routes and who has what while the others are at the shared expert's items, which wait for no router.
+  if (warp == S::WARPS - 1) {
+    if constexpr (!DOWN) wait_for_previous();
+    find_routes<true>(routes, p.ids + m0 * p.top_k, rows * p.top_k, S::TURN);
+    const int weight = stream::shared_weight((rows + S::SHARED_TURN - 1) / S::SHARED_TURN, p.shared_k, p.k, p.bf16), count = routes.turn[routes.found] * tiles;
+    const int first = stream::first_box_item(count, shared_tiles, weight, blocks, block), end = stream::first_box_item(count, shared_tiles, weight, blocks, block + 1);
+    constexpr int OWNERS = SPLIT > 1 ? GROUPS : 1;
+    if (lane <= OWNERS) shares[lane] = first + stream::first_box_item(end - first, own_shared, weight, OWNERS, lane);
+    __syncwarp();
+    barrier_arrive(shared_address(&routed));
+  }
+  if (!STAGED || !q.early) wait_for_previous();
+
+  // Of a column: its sums over K for weight row lane/4 and for the one eight below.
+  const auto emit_column = [&](int tile, int first, int c, int columns, bool of_shared, float low, float high) {
+    if (c >= columns) return;
+    const int n = of_shared ? p.shared_n : p.n, out = tile * OUTPUTS + lane / 4;
+    const int place = of_shared ? first + c : routes.place[first + c];
+    if (!of_shared && !p.bf16) low = __fmul_rn(low, 4.f), high = __fmul_rn(high, 4.f);
+    if constexpr (DOWN) {
+      const int m = m0 + (of_shared ? place : place / p.top_k), choice = of_shared ? p.top_k : place % p.top_k;
+      float* const to = p.products + (static_cast<size_t>(m) * (p.top_k + 1) + choice) * p.n + out;
+      if (out < n) to[0] = low;
+      if (out + 8 < n) to[8] = high;
+    } else if (out < n) {
+      const bool up_first = of_shared ? q.shared_up_first : q.up_first;
+      const uint16_t y = round_bf16(__fmul_rn(silu(up_first ? high : low), up_first ? low : high));
+      const size_t row = static_cast<size_t>(m0) * (of_shared ? 1 : p.top_k) + place;
+      (of_shared ? p.shared_act : p.act)[row * n + out] = y;
+      if (!of_shared && p.ordered != nullptr) p.ordered[row * n + ordered_place(out)] = y;
+    }
+  };
+  // Of up to four columns, which stand at the even places of a product, a lane has one; of more, two.
+  const auto emit = [&](int tile, int first, int columns, bool of_shared, const auto& v) {
+    if constexpr (sizeof v == 2 * sizeof(float)) {
+      emit_column(tile, first, lane % 4, columns, of_shared, v[0], v[1]);
+    } else {
+      emit_column(tile, first, lane % 4 * 2, columns, of_shared, v[0], v[2]);
+      emit_column(tile, first, lane % 4 * 2 + 1, columns, of_shared, v[1], v[3]);
+    }
+  };
+  // Where a lane's sums of a segment stand, of up to four columns and of more.
+  const auto few_at = [&](int at, int segment) { return reinterpret_cast<float2*>(sums) + ((at * kSegments + segment) * q.columns + lane % 4) * 8 + lane / 4; };
+  const auto many_at = [&](int at, int segment) { return reinterpret_cast<float4*>(sums) + (at * kSegments + segment) * kWarp + lane; };
+  // Adds up the group's tile number i: the segments in ascending order.
+  const auto reduce = [&](int i) {
+    const int at = group * SLOTS + i % SLOTS;
+    barrier_wait(shared_address(full + at), i / SLOTS);
+    const int4 of = summed[at];
+    const auto add = [&](auto& v, const auto& s) {
+#pragma unroll
+      for (int j = 1; j < kSegments; ++j) {
+#pragma unroll
+        for (int c = 0; c < static_cast<int>(sizeof v / sizeof(float)); ++c) v[c] = __fadd_rn(v[c], reinterpret_cast<const float*>(s + j)[c]);
+      }
+      barrier_arrive(shared_address(empty + at));
+      emit(of.x, of.y, of.z, of.w != 0, v);
+    };
+    if (of.z <= kColumns / 2) {
+      float2 s[kSegments] = {};
+      if (lane % 4 < of.z) {
+#pragma unroll
+        for (int j = 0; j < kSegments; ++j) s[j] = *few_at(at, j);
+      }
+      float v[2] = {s[0].x, s[0].y};
+      add(v, s);
+    } else {
+      float4 s[kSegments];
+#pragma unroll
+      for (int j = 0; j < kSegments; ++j) s[j] = *many_at(at, j);
+      float v[4] = {s[0].x, s[0].y, s[0].z, s[0].w};
+      add(v, s);
+    }
+  };
+
+  uint32_t matrix[4];  // int4: a lane's row address of ldmatrix in a box, of groups 2i and 2i + 1
+#pragma unroll
+  for (int i = 0; i < 4; ++i) matrix[i] = kept((lane & 15) * 128 + ((2 * i + (lane >> 4)) ^ (lane & 7)) * 16);
+  const uint32_t line = kept((lane >> 2) * 128 + ((lane & 3) ^ (lane >> 2)) * 16);  // bf16: 16 bytes of row lane/4's first unit; the second's at ^ 64
+  const uint32_t scales_of = kept(pieces + ((lane >> 2) + (q.scales_differ ? 8 : 0)) * S::LINE);
+  const int scales_below = q.scales_differ ? -8 * S::LINE : 8 * S::LINE;
+  int slot = 0, piece = 0, phases = 0;
+  int sequence = 0;  // of the group's items
+  const auto run = [&](auto kind, auto mode, int tile, int first, int columns, bool of_shared) {
+    constexpr WeightKind KIND = decltype(kind)::value;
+    constexpr int MODE = decltype(mode)::value, N = MODE == 0 ? 1 : MODE, VALUES = MODE == 0 ? 2 : 4;  // tiles of columns; 0: half a tile
+    constexpr int BOX = 2 * kUnitK<KIND> * 2, PIECES = BOX / 64;  // bytes of activations that meet a box; what a lane has 16 of
+    constexpr bool NATURAL = DOWN && KIND == BF16;                // act as it is
+    constexpr bool AHEAD = !STAGED && N == 1;                     // rows come from L1 and L2, asked for a box ahead
+    const int k = of_shared ? p.shared_k : p.k, begin = unit_at(s0, k, KIND == BF16), end = unit_at(s0 + SEGMENTS, k, KIND == BF16);
+    const uint16_t* const base = NATURAL ? (of_shared ? p.shared_act : p.act) : p.rows;
+    const size_t base_row = static_cast<size_t>(m0) * (DOWN && !of_shared ? p.top_k : 1);
+    const int stride = NATURAL ? k : p.row_stride;
+    [[maybe_unused]] const uint8_t* const b_base = reinterpret_cast<const uint8_t*>(base + base_row * stride);
+    [[maybe_unused]] const uint8_t* b_alone = nullptr;
+    [[maybe_unused]] uint32_t b_at[N];
+#pragma unroll
+    for (int nt = 0; nt < N; ++nt) {
+      const int c = first + min(MODE == 0 ? lane / 8 : nt * kColumns + lane / 4, columns - 1), place = of_shared ? c : routes.place[c];
+      const int row = DOWN || of_shared ? place : place / p.top_k, from = begin * (kUnitK<KIND> * 2) + lane % 4 * 16;
+      b_at[nt] = STAGED ? shared_address(staged) + row * p.stride + from : static_cast<uint32_t>(row) * (stride * 2) + from;
+      if constexpr (AHEAD) b_alone = b_base + b_at[0];
+    }
+    const auto rows_at = [&](int nt, int byte) {
+      uint4 v;
+      if constexpr (STAGED) v = load_shared16(b_at[nt] + byte);
+      else v = *reinterpret_cast<const uint4*>((AHEAD ? b_alone : b_base + b_at[nt]) + byte);
+      return v;
+    };
+    float acc[N][VALUES] = {};
+    [[maybe_unused]] float total[VALUES];
+    [[maybe_unused]] float4* const totals = reinterpret_cast<float4*>(sums) + warp * (S::MOST * kWarp) + lane;
+#pragma unroll
+    for (int i = 0; i < VALUES; ++i) total[i] = -0.f;  // -0 + s is s in every bit
+    if constexpr (N > 1) {
+#pragma unroll
+      for (int nt = 0; nt < N; ++nt) totals[nt * kWarp] = make_float4(-0.f, -0.f, -0.f, -0.f);
+    }
+    int unit = begin, segment = s0, segment_end = unit_at(s0 + 1, k, KIND == BF16);
+    [[maybe_unused]] const int to = group * SLOTS + sequence % SLOTS;
+    const auto end_segments = [&]() {
+#pragma unroll 1
+      while (unit == segment_end && segment < s0 + SEGMENTS) {
+        if constexpr (SPLIT > 1) {
+          if (segment == s0 && sequence >= SLOTS) barrier_wait(shared_address(empty + to), sequence / SLOTS - 1);
+          if constexpr (MODE == 0) {
+            if (lane % 4 < columns) *few_at(to, segment) = make_float2(acc[0][0], acc[0][1]);
+          } else {
+            *many_at(to, segment) = make_float4(acc[0][0], acc[0][1], acc[0][2], acc[0][3]);
+          }
+        } else {
+#pragma unroll
+          for (int nt = 0; nt < N; ++nt) {
+            if constexpr (N == 1) {
+#pragma unroll
+              for (int i = 0; i < VALUES; ++i) total[i] = __fadd_rn(total[i], acc[0][i]);
+            } else {
+              float4& t = totals[nt * kWarp];
+              t = make_float4(__fadd_rn(t.x, acc[nt][0]), __fadd_rn(t.y, acc[nt][1]), __fadd_rn(t.z, acc[nt][2]), __fadd_rn(t.w, acc[nt][3]));
+            }
+          }
+        }
+#pragma unroll
+        for (int nt = 0; nt < N; ++nt)
+#pragma unroll
+          for (int i = 0; i < VALUES; ++i) acc[nt][i] = 0.f;
+        ++segment;
+        segment_end = unit_at(segment + 1, k, KIND == BF16);
+      }
+    };
+    [[maybe_unused]] uint4 held[AHEAD ? PIECES : 1];
+    if constexpr (AHEAD) {
+      if (begin < end) {
+#pragma unroll
+        for (int i = 0; i < PIECES; ++i) held[i] = rows_at(0, i * 64);
+      }
+    }
+    end_segments();
+    const auto multiply_box = [&](uint32_t at, uint32_t scales, bool last) {
+      [[maybe_unused]] const uint8_t* const b_next = b_alone + (last ? 0 : BOX);  // nothing is read beyond a row
+      // Gives the rows' piece i of this box; where rows are asked for ahead, the next box's takes its place.
+      const auto take = [&](int nt, int i) {
+        if constexpr (AHEAD) return held[i];
+        else return rows_at(nt, i * 64);
+      };
+      const auto give_back = [&](int i) {
+        if constexpr (AHEAD) held[i] = *reinterpret_cast<const uint4*>(b_next + i * 64);
+      };
+      const float zero[4] = {};
+      if constexpr (KIND == INT4) {
+        uint32_t words[4][4];  // rows 0-7 and 8-15 of one group, then of the next
+#pragma unroll
+        for (int i = 0; i < 4; ++i) load_matrices(words[i], at + matrix[i]);
+        const uint4 s_low = load_shared16(scales), s_high = load_shared16(scales + scales_below);
+        const uint32_t low_scales[4] = {s_low.x, s_low.y, s_low.z, s_low.w}, high_scales[4] = {s_high.x, s_high.y, s_high.z, s_high.w};
+#pragma unroll
+        for (int g = 0; g < PIECES; ++g) {
+          const uint32_t low = words[g / 2][g % 2 * 2], high = words[g / 2][g % 2 * 2 + 1];
+          const uint32_t a[4] = {low_pair(low), low_pair(high), high_pair(low), high_pair(high)};
+          const uint32_t b[4] = {low_pair(low >> 8), low_pair(high >> 8), high_pair(low >> 8), high_pair(high >> 8)};
+          const float scale = __uint_as_float(g % 2 == 0 ? low_scales[g / 2] << 16 : low_scales[g / 2] & 0xffff0000u);
+          const float below = __uint_as_float(g % 2 == 0 ? high_scales[g / 2] << 16 : high_scales[g / 2] & 0xffff0000u);
+          float sum[N][4];
+#pragma unroll
+          for (int nt = 0; nt < N; ++nt) {
+            const uint4 x = take(nt, g);
+            multiply_add(sum[nt], a, x.x, x.y, zero);
+            multiply_add(sum[nt], b, x.z, x.w, sum[nt]);
+          }
+          give_back(g);
+#pragma unroll
+          for (int nt = 0; nt < N; ++nt) {
+#pragma unroll
+            for (int i = 0; i < VALUES; ++i) {
+              const int from = MODE == 0 ? i * 2 : i;
+              acc[nt][i] = __fmaf_rn(sum[nt][from], from < 2 ? scale : below, acc[nt][i]);
+            }
+          }
+          if (g % 4 == 3 && ++unit == segment_end) end_segments();
+        }
+      } else {
+        uint4 w[2][2];
+#pragma unroll
+        for (int u = 0; u < 2; ++u)
+#pragma unroll
+          for (int r = 0; r < 2; ++r) w[u][r] = load_shared16(at + r * 1024 + (line ^ (u * 64)));
+#pragma unroll
+        for (int u = 0; u < 2; ++u) {
+          // Elements 8t..8t+7 of the rows, brought into the activations' order.
+          const uint4 low = in_order(w[u][0]), high = in_order(w[u][1]);
+          const uint32_t a[4] = {low.x, high.x, low.y, high.y}, b[4] = {low.z, high.z, low.w, high.w};
+#pragma unroll
+          for (int nt = 0; nt < N; ++nt) {
+            uint4 x = take(nt, u);
+            if constexpr (NATURAL) x = in_order(x);
+            float sum[4] = {};
+#pragma unroll
+            for (int i = 0; i < VALUES; ++i) sum[MODE == 0 ? i * 2 : i] = acc[nt][i];
+            multiply_add(sum, a, x.x, x.y, sum);
+            multiply_add(sum, b, x.z, x.w, sum);
+#pragma unroll
+            for (int i = 0; i < VALUES; ++i) acc[nt][i] = sum[MODE == 0 ? i * 2 : i];
+          }
+          give_back(u);
+          if (++unit == segment_end) end_segments();
+        }
+      }
+      if constexpr (AHEAD) b_alone = b_next;
+      else {
+#pragma unroll
+        for (int nt = 0; nt < N; ++nt) b_at[nt] += BOX;
+      }
+    };
+#pragma unroll 1
+    for (int of_piece = 0; unit < end;) {
+      barrier_wait(barriers + slot * 8, phases >> slot);
+      phases ^= 1 << slot;
+      const uint32_t at = ring + slot * S::SLOT, scales = scales_of + piece * S::PIECE + of_piece * (WIDE * 16);
+      const int boxes = min(WIDE, (end - unit) / 2);
+#pragma unroll 1
+      for (int j = 0; j < boxes; ++j) multiply_box(at + j * stream::kBoxBytes, scales + j * 16, unit + 2 >= end);
+      if (KIND == INT4 && (++of_piece == S::SPAN || unit >= end)) {
+        of_piece = 0;
+        piece = piece + 1 == DEPTH ? 0 : piece + 1;
+      }
+      slot = slot + 1 == DEPTH ? 0 : slot + 1;
+      __syncwarp();  // every lane has used what it read
+      if (lane == 0) --copies[warp].asked;
+      top_up();
+    }
+    if constexpr (SPLIT == 1) {
+#pragma unroll 1
+      for (int nt = 0; nt * kColumns < columns; ++nt) {
+        if constexpr (N > 1) {
+          const float4 t = totals[nt * kWarp];
+          total[0] = t.x, total[1] = t.y, total[2] = t.z, total[3] = t.w;
+        }
+        emit(tile, first + nt * kColumns, columns - nt * kColumns, of_shared, total);
+      }
+    } else {
+      if (part == 0 && lane == 0) summed[to] = make_int4(tile, first, columns, of_shared);
+      barrier_arrive(shared_address(full + to));
+      // Each tile is added up by one warp of the group, in turn, one tile later: by then the others have mostly come so far.
+      if (sequence > 0 && (sequence - 1) % SPLIT == part) reduce(sequence - 1);
+      ++sequence;
+    }
+  };
+
+  for (int count = 0;; ++count) {
+    __syncwarp();
+    const bool none = copies[warp].count == count && !copies[warp].done;
+    __syncwarp();
+    if (none) {
+      barrier_wait(shared_address(&routed), 0);
+      top_up();
+      __syncwarp();
+    }
+    const BoxItem item = items[warp][count % kBoxItems];
+    if (item.columns == 0) break;
+    const bool of_shared = item.of_shared != 0;
+    const int tile = item.tile, first = item.first, columns = of_shared ? min(rows - first, S::SHARED_TURN) : item.columns;
+    const auto pick = [&](auto kind) {
+      constexpr int MANY = decltype(kind)::value == BF16 ? S::MOST : NT;
+      if (columns <= kColumns / 2) {
+        run(kind, std::integral_constant<int, 0>{}, tile, first, columns, of_shared);
+      } else if (MANY == 1 || columns <= kColumns) {
+        run(kind, std::integral_constant<int, 1>{}, tile, first, columns, of_shared);
+      } else if (MANY == 2 || (columns <= 2 * kColumns && decltype(kind)::value == INT4)) {
+        run(kind, std::integral_constant<int, 2>{}, tile, first, columns, of_shared);
+      } else {
+        run(kind, std::integral_constant<int, MANY>{}, tile, first, columns, of_shared);
+      }
+    };
+    if (of_shared || p.bf16) pick(std::integral_constant<WeightKind, BF16>{});
+    else pick(std::integral_constant<WeightKind, INT4>{});
+  }
+  if constexpr (SPLIT > 1) {
+    if (sequence > 0 && (sequence - 1) % SPLIT == part) reduce(sequence - 1);
+  }
+}
+
+}  // namespace cuda
+}  // namespace kdtree
