@@ -20,6 +20,7 @@ constexpr int kBoxBytes = 2048, kBoxScales = 256;  // 16 rows x 128 bytes, and i
 constexpr int kBoxK = 256;                         // elements of an int4 row's box; K is a multiple, whatever the kind
 constexpr int kSharedTiles = 4;                    // tiles of activation rows that the shared expert's weights meet at a time, unless staged or split
 constexpr size_t kBoxAlign = 1024;                 // swizzled boxes begin at multiples
+constexpr size_t kBoxStatic = 17 << 10;            // static shared memory of the kernels, at most
 
 KDTREE_BOTH constexpr int box_most(bool staged, int split, int nt) { return staged || split > 1 ? nt : kSharedTiles; }
 constexpr size_t box_ring(int warps, int wide, int depth, int span) {
@@ -70,7 +71,7 @@ constexpr int choose_boxes(const BoxVariant (&table)[COUNT], const Device& devic
   for (int i = 0; i < COUNT; ++i) {
     const BoxVariant& v = table[i];
     if ((v.rows < rows && v.rows != moe_rows(false)) || !splits_at_boxes(v.split, k) || !splits_at_boxes(v.split, shared_k)) continue;
-    if (box_shared(v, k, rows) + kMoeStatic <= device.shared) return i;
+    if (box_shared(v, k, rows) + kBoxStatic <= device.shared) return i;
   }
   return -1;
 }

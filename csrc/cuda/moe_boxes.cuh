@@ -42,6 +42,8 @@ struct BoxMoeShape {
   static_assert(DEPTH + 2 <= kBoxItems && LINE <= 256, "each slot may be another item's; what a box may be wide");
 };
 
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ == 900
+
 __device__ __forceinline__ void barrier_expect(uint32_t at, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(at), "r"(bytes) : "memory");
 }
@@ -58,6 +60,8 @@ __device__ __forceinline__ void copy_box(uint32_t to, const CUtensorMap* map, in
                "l"(map), "r"(barrier), "r"(byte), "r"(row), "r"(0)
                : "memory");
 }
+
+#endif
 
 // The nibbles of a word's bytes 0 and 2, low or high, as two bf16 numbers q/4.
 __device__ __forceinline__ uint32_t low_pair(uint32_t word) {
@@ -87,6 +91,9 @@ struct BoxCopies {
 
 template <typename S>
 __global__ __launch_bounds__(S::WARPS* kWarp, 1) void box_moe_kernel(const __grid_constant__ BoxMoeParams q) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ != 900
+  __trap();  // box_plan.h chooses it on Hopper alone
+#else
   constexpr bool DOWN = S::DOWN, STAGED = S::STAGED;
   constexpr int SPLIT = S::SPLIT, NT = S::NT, DEPTH = S::DEPTH, WIDE = S::WIDE, GROUPS = S::GROUPS, SEGMENTS = S::SEGMENTS, OUTPUTS = S::OUTPUTS;
   constexpr int SLOTS = stream::kSumSlots;
@@ -515,6 +522,7 @@ __global__ __launch_bounds__(S::WARPS* kWarp, 1) void box_moe_kernel(const __gri
   if constexpr (SPLIT > 1) {
     if (sequence > 0 && (sequence - 1) % SPLIT == part) reduce(sequence - 1);
   }
+#endif
 }
 
 }  // namespace cuda

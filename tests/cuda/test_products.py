@@ -185,8 +185,10 @@ MOE = [
     (1024, 512, 0, 300, 8),
     (512, 256, 256, 3, 3),
     (1000, 96, 96, 12, 1),
+    (2304, 768, 512, 9, 4),
+    (7168, 2048, 256, 5, 2),
 ]
-"""dim, inner size, the shared expert's, experts, choices."""
+"""dim, inner size, the shared expert's, experts, choices. Where all sizes are multiples of 256 boxes are copied, on Hopper."""
 
 
 @pytest.mark.parametrize("sizes", MOE, ids=str)
@@ -234,3 +236,31 @@ def test_moe(device: Device, kind: str, sizes: tuple[int, int, int, int, int]) -
     kept = run(torch.arange(10).cuda(), 6)
     assert same(kept[:6], whole[:6])
     assert same(kept[6:], x[6:10])
+
+
+@pytest.mark.parametrize("up_first", [False, True])
+@pytest.mark.parametrize("scales_first", [False, True])
+def test_moe_wherever_gate_and_up_lie(device: Device, up_first: bool, scales_first: bool) -> None:
+    """One copy brings rows of both, those first that lie lower in memory; their scales may lie the other way."""
+    dim, inner, experts, m = 512, 256, 4, 9
+    rng = np.random.default_rng(5)
+    shapes = [(experts, inner, dim), (experts, inner, dim), (experts, dim, inner)]
+    made = [device.weight("int4", i, *shape) for i, shape in enumerate(shapes)]
+    outside = [device.weight("bf16", 9, *s)[0] for s in ((256, dim), (256, dim), (dim, 256))]
+    x, norm = device.normal(m, dim), torch.rand(dim, device="cuda") + 0.5
+    ids, weights = routes(rng, m, experts, 3), torch.rand(m, 3, device="cuda")
+
+    def placed(gate: torch.Tensor, up: torch.Tensor, swap: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        both = torch.stack([up, gate] if swap else [gate, up])
+        return (both[1], both[0]) if swap else (both[0], both[1])
+
+    def run(swap: bool, scales_swap: bool) -> torch.Tensor:
+        data = [*placed(made[0][0], made[1][0], swap), made[2][0]]
+        scales = [*placed(made[0][1], made[1][1], scales_swap), made[2][1]]
+        around = [*placed(outside[0], outside[1], scales_swap), outside[2]]
+        act = torch.zeros(m, 3, inner, dtype=torch.uint16, device="cuda")
+        shared_act, out = torch.zeros(m, 256, dtype=torch.uint16, device="cuda"), x.clone()
+        device("moe", x, norm, EPS, ids, weights, data, scales, around, act, shared_act, out, state(m), True)
+        return out
+
+    assert same(run(up_first, scales_first), run(False, False))

@@ -10,7 +10,7 @@ import pytest
 from engine.library import library
 
 HOPPER, BLACKWELL = 232448, 101376  # bytes of shared memory a block may have on sm_90 and sm_120
-STATIC = 14336  # of moe's kernels, at most
+STATIC, BOX_STATIC = 14336, 17408  # of moe's kernels, at most, and of those for Hopper
 PRODUCTS = [
     ("linear", False),
     ("linear", True),
@@ -100,6 +100,42 @@ def test_a_variant_of_the_experts_fits(product: str, shared: int) -> None:
             assert depth >= 2
             assert units in (1, 2)
     assert plan("gate_up", DIM, 1).split()[0] == "1", "a row alone is normed where it is multiplied"
+
+
+@pytest.mark.parametrize("product", ["gate_up", "down"])
+def test_boxes_of_the_experts_fit_and_begin_where_segments_do(product: str) -> None:
+    """Rows of whole boxes, on a Hopper; warps that share K begin at boxes of either kind of weights."""
+    for k in (256, 512, 768, 1024, 2048, 2304, 4096, 7168):
+        for rows in WIDTHS:
+            text = plan(f"{product}_boxes", k, rows)
+            staged, split, nt, warps, wide, depth, span, bytes_ = (int(word) for word in text.split())
+            assert bytes_ + BOX_STATIC <= HOPPER
+            ring = warps * depth * wide * (2048 + span * 256)
+            assert bytes_ >= ring + staged * min(rows, 8) * 2 * k + (split > 1) * warps // split * 4 * 8 * 64 * min(rows, 4)
+            assert not staged or (product == "gate_up" and rows <= 8)
+            assert split == 1 or (nt == 1 and rows <= 8)
+            assert warps % split == 0
+            for granule in (128, 32):
+                begins = library("cpu").product_segments(k, granule, 1)
+                assert all(begins[part * 8 // split] // granule % 2 == 0 for part in range(split))
+    for k in (8, 104, 1000, 7168 + 128):
+        assert plan(f"{product}_boxes", k, 4) == plan(product, k, 4), "no whole boxes"
+    assert plan(f"{product}_boxes", 7168, 64, shared=BLACKWELL) == plan(product, 7168, 64, shared=BLACKWELL), "no room"
+
+
+@pytest.mark.parametrize(("blocks", "groups"), [(1, 1), (15, 2), (132, 1), (132, 4), (132, 8)])
+def test_every_item_in_boxes_is_one_groups(blocks: int, groups: int) -> None:
+    """In order, none lost, none twice, and no block reads much more than another; of a block's shared items none but its own."""
+    rng = np.random.default_rng(blocks + groups)
+    for shared, weight, count in [(0, 57, 5), (256, 56, 2048), (448, 228, 72704), (3, 2000, 0), *rng.integers(1, 4000, (20, 3)).tolist()]:
+        begins = np.array(library("cpu").box_work(blocks, groups, shared, weight, count), np.int64)
+        assert begins[0] == 0
+        assert begins[-1] == count
+        sizes = np.diff(begins)
+        assert sizes.min() >= 0
+        own = np.bincount(np.arange(shared) % blocks, minlength=blocks)
+        work = 16 * sizes.reshape(blocks, groups).sum(1) + own * weight
+        assert work.max() <= max(work.mean(), (own * weight).max()) + weight + 32
 
 
 def test_everything_else_is_for_the_generic_kernel() -> None:
