@@ -188,7 +188,7 @@ MOE = [
     (2304, 768, 512, 9, 4),
     (7168, 2048, 256, 5, 2),
 ]
-"""dim, inner size, the shared expert's, experts, choices. Where all sizes are multiples of 256 boxes are copied, on Hopper."""
+"""dim, inner size, the shared expert's, experts, choices. On Hopper sizes of multiples of 256 are copied in boxes."""
 
 
 @pytest.mark.parametrize("sizes", MOE, ids=str)

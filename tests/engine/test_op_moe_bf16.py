@@ -1,4 +1,4 @@
-"""Experts with bf16 activations whose rows are whole boxes of 256 values: float64, and the bits of every row in any company.
+"""Experts with bf16 activations, their rows whole boxes of 256 values: float64, and a row's bits in any company.
 
 On Hopper such rows are the bulk copy engine's, with one kernel for up to 4, 8, 16 and more rows of an expert.
 """

@@ -111,7 +111,9 @@ def test_boxes_of_the_experts_fit_and_begin_where_segments_do(product: str) -> N
             staged, split, nt, warps, wide, depth, span, bytes_ = (int(word) for word in text.split())
             assert bytes_ + BOX_STATIC <= HOPPER
             ring = warps * depth * wide * (2048 + span * 256)
-            assert bytes_ >= ring + staged * min(rows, 8) * 2 * k + (split > 1) * warps // split * 4 * 8 * 64 * min(rows, 4)
+            assert bytes_ >= ring + staged * min(rows, 8) * 2 * k + (split > 1) * warps // split * 4 * 8 * 64 * min(
+                rows, 4
+            )
             assert not staged or (product == "gate_up" and rows <= 8)
             assert split == 1 or (nt == 1 and rows <= 8)
             assert warps % split == 0
@@ -127,7 +129,13 @@ def test_boxes_of_the_experts_fit_and_begin_where_segments_do(product: str) -> N
 def test_every_item_in_boxes_is_one_groups(blocks: int, groups: int) -> None:
     """In order, none lost, none twice, and no block reads much more than another; of a block's shared items none but its own."""
     rng = np.random.default_rng(blocks + groups)
-    for shared, weight, count in [(0, 57, 5), (256, 56, 2048), (448, 228, 72704), (3, 2000, 0), *rng.integers(1, 4000, (20, 3)).tolist()]:
+    for shared, weight, count in [
+        (0, 57, 5),
+        (256, 56, 2048),
+        (448, 228, 72704),
+        (3, 2000, 0),
+        *rng.integers(1, 4000, (20, 3)).tolist(),
+    ]:
         begins = np.array(library("cpu").box_work(blocks, groups, shared, weight, count), np.int64)
         assert begins[0] == 0
         assert begins[-1] == count
