@@ -127,7 +127,7 @@ def test_boxes_of_the_experts_fit_and_begin_where_segments_do(product: str) -> N
 
 @pytest.mark.parametrize(("blocks", "groups"), [(1, 1), (15, 2), (132, 1), (132, 4), (132, 8)])
 def test_every_item_in_boxes_is_one_groups(blocks: int, groups: int) -> None:
-    """In order, none lost, none twice, and no block reads much more than another; of a block's shared items none but its own."""
+    """In order, none lost, none twice, and no block reads much more than another."""
     rng = np.random.default_rng(blocks + groups)
     for shared, weight, count in [
         (0, 57, 5),
