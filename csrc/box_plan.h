@@ -9,11 +9,11 @@ namespace kdtree {
 namespace stream {
 
 // Weights come in boxes of 16 rows x 128 bytes: two units of K. staged: the step's rows stand in shared memory, which takes gate and up.
-// split: warps that share a tile's K. nt: tiles of activation rows that an expert's rows take at a time. A warp's ring has `depth` slots of
-// `wide` boxes; `span` slots share a piece of scales, of which there are `depth` too. rows: up to how many it is the choice.
+// split: warps that share a tile's K. A warp's ring has `depth` slots of `wide` boxes; `span` slots share a piece of scales, of which there
+// are `depth` too. rows: up to how many it is the choice. An expert's rows take turns of eight.
 struct BoxVariant {
   bool staged;
-  int split, nt, warps, wide, depth, span, rows;
+  int split, warps, wide, depth, span, rows;
 };
 
 constexpr int kBoxBytes = 2048, kBoxScales = 256;  // 16 rows x 128 bytes, and int4's scales of them
@@ -22,7 +22,8 @@ constexpr int kSharedTiles = 4;                    // tiles of activation rows t
 constexpr size_t kBoxAlign = 1024;                 // swizzled boxes begin at multiples
 constexpr size_t kBoxStatic = 17 << 10;            // static shared memory of the kernels, at most
 
-KDTREE_BOTH constexpr int box_most(bool staged, int split, int nt) { return staged || split > 1 ? nt : kSharedTiles; }
+KDTREE_BOTH constexpr int box_most(bool staged, int split) { return staged || split > 1 ? 1 : kSharedTiles; }
+constexpr int box_threads(int warps) { return (warps + 1) * 32; }  // one warp more copies
 constexpr size_t box_ring(int warps, int wide, int depth, int span) {
   return static_cast<size_t>(warps) * depth * wide * (kBoxBytes + span * kBoxScales);
 }
@@ -33,13 +34,13 @@ KDTREE_BOTH constexpr int box_sum_bytes(int split, int most, int warps, int colu
 }
 constexpr size_t box_shared(const BoxVariant& v, int k, int rows) {
   return kBoxAlign + box_ring(v.warps, v.wide, v.depth, v.span) +
-         static_cast<size_t>(box_sum_bytes(v.split, box_most(v.staged, v.split, v.nt), v.warps, sum_columns(rows))) +
+         static_cast<size_t>(box_sum_bytes(v.split, box_most(v.staged, v.split), v.warps, sum_columns(rows))) +
          (v.staged ? static_cast<size_t>(rows) * staged_stride(k) : 0);
 }
 
 // Measured in docs/kernels.md; the last of each fits any Hopper and any rows.
-constexpr BoxVariant kGateUpBoxes[] = {{true, 4, 1, 16, 2, 2, 2, 4}, {false, 2, 1, 16, 2, 2, 2, 8}, {false, 1, 2, 16, 2, 2, 2, 64}};
-constexpr BoxVariant kDownBoxes[] = {{false, 4, 1, 16, 1, 4, 1, 4}, {false, 2, 1, 16, 2, 2, 2, 8}, {false, 1, 2, 16, 2, 2, 2, 64}};
+constexpr BoxVariant kGateUpBoxes[] = {{true, 4, 16, 2, 2, 2, 4}, {false, 1, 16, 2, 2, 2, 64}};
+constexpr BoxVariant kDownBoxes[] = {{false, 2, 16, 2, 2, 1, 4}, {false, 1, 16, 2, 2, 1, 64}};
 
 // How a launch's workers share its items by bytes, as moe_items, in 32 bits: a worker's first of the others, of which the shared expert's items
 // cost `weight` sixteenths each, all turns of their rows included. Items are fewer than 2^26.

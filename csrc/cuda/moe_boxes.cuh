@@ -1,9 +1,10 @@
 // The experts for bf16 activations on Hopper: moe_stream.cuh's products, in every bit, with weights brought by the bulk copy engine.
 //
 // A box is 16 weight rows x 128 bytes, two units of K, of rows as they lie in the file: of gate and up eight each, in one copy, because the
-// tensor map has both as its third dimension. Every warp has a ring of its own with an mbarrier a slot; one lane asks for a slot's boxes
-// as soon as the warp has multiplied what stood there, so that all slots but one are always on their way. The scales of several boxes
-// come in one piece. Items, and who has which, are moe_stream.cuh's.
+// tensor map has both as its third dimension. Every warp that multiplies has a ring of its own with two mbarriers a slot; one warp more
+// asks for all boxes, a lane for each ring, so that the others have nothing to do with it but to say when a slot is free. The scales of
+// several boxes come in one piece. Blocks have equal shares of the items by bytes; within a block any warp may have any item, or, where
+// warps share K, the groups have equal shares.
 // A nibble becomes q/4, exactly, since bf16's smallest numbers need no exponent to be set: of the low nibble of a byte by (128 + n)/4 - 34, of
 // the high one, whose bits are the number n * 2^-129, by a multiplication with 2^127. An item's sums are multiplied by 4 at its end.
 #pragma once
@@ -24,21 +25,20 @@ struct BoxMoeParams {
   int columns;         // that a group's sums have room for
 };
 
+constexpr unsigned kPause = 40;  // nanoseconds between looks, where no slot is free
 constexpr int kBoxItems = 8;  // places for a warp's items: those asked for, at least a slot each, the one at hand and the end
 
-template <bool DOWN_, bool STAGED_, int SPLIT_, int NT_, int WARPS_, int WIDE_, int DEPTH_, int SPAN_>
+template <bool DOWN_, bool STAGED_, int SPLIT_, int WARPS_, int WIDE_, int DEPTH_, int SPAN_, int RESIDENT_>
 struct BoxMoeShape {
   static constexpr bool DOWN = DOWN_, STAGED = STAGED_;
-  static constexpr int SPLIT = SPLIT_, NT = NT_, WARPS = WARPS_, WIDE = WIDE_, DEPTH = DEPTH_, SPAN = SPAN_;
-  static constexpr int TURN = NT * kColumns;  // rows of an expert at a time, and of the shared one:
-  static constexpr int MOST = stream::box_most(STAGED, SPLIT, NT), SHARED_TURN = MOST * kColumns;
+  static constexpr int SPLIT = SPLIT_, WARPS = WARPS_, WIDE = WIDE_, DEPTH = DEPTH_, SPAN = SPAN_, RESIDENT = RESIDENT_;
+  static constexpr int MOST = stream::box_most(STAGED, SPLIT), SHARED_TURN = MOST * kColumns;  // rows of the shared expert at a time
   static constexpr int ROWS = stream::moe_rows(STAGED);  // rows of the step at a time
   static constexpr int GROUPS = WARPS / SPLIT, SEGMENTS = kSegments / SPLIT;
-  static constexpr int OUTPUTS = stream::moe_outputs(DOWN);
+  static constexpr int OUTPUTS = stream::moe_outputs(DOWN), THREADS = stream::box_threads(WARPS);
   static constexpr int SLOT = WIDE * stream::kBoxBytes, LINE = WIDE * SPAN * 16, PIECE = kTileRows * LINE;  // LINE: a row's scales in a piece
   static constexpr int RING = static_cast<int>(stream::box_ring(WARPS, WIDE, DEPTH, SPAN));
-  static_assert(kSegments % SPLIT == 0 && WARPS % SPLIT == 0 && (SPLIT == 1 || NT == 1), "whole groups; sums of one tile of activations");
-  static_assert(!STAGED || TURN >= ROWS, "staged rows take one turn");
+  static_assert(kSegments % SPLIT == 0 && WARPS % SPLIT == 0 && WARPS <= kWarp, "whole groups, and a lane a ring");
   static_assert(DEPTH + 2 <= kBoxItems && LINE <= 256, "each slot may be another item's; what a box may be wide");
 };
 
@@ -54,6 +54,12 @@ __device__ __forceinline__ bool barrier_passed(uint32_t at, int phase) {
       "mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\n"
       "selp.u32 %0, 1, 0, p; }" : "=r"(done) : "r"(at), "r"(phase & 1) : "memory");
   return done != 0;
+}
+// One lane of a warp that is together, always the same; unlike a comparison with its number it tells the compiler that there is but one.
+__device__ __forceinline__ bool elected() {
+  uint32_t mine;
+  asm volatile("{ .reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.u32 %0, 1, 0, p; }" : "=r"(mine));
+  return mine != 0;
 }
 __device__ __forceinline__ void copy_box(uint32_t to, const CUtensorMap* map, int byte, int row, uint32_t barrier) {
   asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];" ::"r"(to),
@@ -81,30 +87,21 @@ struct BoxItem {
   int tile, first, columns, of_shared;
 };
 
-// The copying side of a warp. In shared memory, because lane 0 alone needs it, once a slot.
-struct BoxCopies {
-  int left, at, row, of_shared;        // boxes of the item that are still to come, the next one, the tile's first row
-  int asked, slot, piece, in_piece;    // slots on their way, where the next goes, and where its scales stand
-  int index, count, done;              // the item taken and not yet begun (-1: none), items begun, whether there are no more
-  int next;                            // split: the group's next item
-};
-
 template <typename S>
-__global__ __launch_bounds__(S::WARPS* kWarp, 1) void box_moe_kernel(const __grid_constant__ BoxMoeParams q) {
+__global__ __launch_bounds__(S::THREADS, S::RESIDENT) void box_moe_kernel(const __grid_constant__ BoxMoeParams q) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ != 900
   __trap();  // box_plan.h chooses it on Hopper alone
 #else
   constexpr bool DOWN = S::DOWN, STAGED = S::STAGED;
-  constexpr int SPLIT = S::SPLIT, NT = S::NT, DEPTH = S::DEPTH, WIDE = S::WIDE, GROUPS = S::GROUPS, SEGMENTS = S::SEGMENTS, OUTPUTS = S::OUTPUTS;
+  constexpr int SPLIT = S::SPLIT, WARPS = S::WARPS, DEPTH = S::DEPTH, WIDE = S::WIDE, GROUPS = S::GROUPS, SEGMENTS = S::SEGMENTS, OUTPUTS = S::OUTPUTS;
   constexpr int SLOTS = stream::kSumSlots;
   constexpr WeightKind INT4 = WeightKind::kInt4, BF16 = WeightKind::kBf16;
   const StreamMoeParams& p = q.p;
   extern __shared__ __align__(128) uint8_t dynamic[];
   __shared__ float squares[STAGED ? S::ROWS * kSegments : 1], inverse[STAGED ? S::ROWS : 1];
   __shared__ Routes<S::ROWS * kMostTopK> routes;
-  __shared__ uint64_t landed[S::WARPS * DEPTH], routed;
-  __shared__ BoxCopies copies[S::WARPS];
-  __shared__ BoxItem items[S::WARPS][kBoxItems];
+  __shared__ uint64_t landed[WARPS * DEPTH], freed[WARPS * DEPTH], routed;
+  __shared__ BoxItem items[WARPS][kBoxItems];
   __shared__ int next_item, shares[SPLIT > 1 ? GROUPS + 1 : 2];  // the block's, or a group's first of the others, and the end
   __shared__ uint64_t full[SPLIT > 1 ? GROUPS * SLOTS : 1], empty[SPLIT > 1 ? GROUPS * SLOTS : 1];
   __shared__ int4 summed[SPLIT > 1 ? GROUPS * SLOTS : 1];  // tile, first of the columns' places, columns, whether the shared expert's
@@ -113,86 +110,21 @@ __global__ __launch_bounds__(S::WARPS* kWarp, 1) void box_moe_kernel(const __gri
   uint8_t* const staged = sums + stream::box_sum_bytes(SPLIT, S::MOST, S::WARPS, q.columns);
 
   // The shuffle tells the compiler that a warp's number is the same in all its lanes.
-  const int warp = __shfl_sync(kAll, threadIdx.x / kWarp, 0), lane = threadIdx.x % kWarp, group = warp / SPLIT, part = warp % SPLIT;
+  const int warp = __shfl_sync(kAll, threadIdx.x / kWarp, 0), lane = threadIdx.x % kWarp;
   const int block = blockIdx.x, blocks = gridDim.x, m0 = blockIdx.y * S::ROWS;
   const int tiles = (p.n + OUTPUTS - 1) / OUTPUTS, shared_tiles = (p.shared_n + OUTPUTS - 1) / OUTPUTS;
   const int own_shared = stream::shared_items(shared_tiles, blocks, block);
-  const uint32_t ring = shared_address(rings) + warp * (DEPTH * S::SLOT);
-  const uint32_t pieces = shared_address(rings) + S::WARPS * DEPTH * S::SLOT + warp * (DEPTH * S::PIECE);
-  const uint32_t barriers = shared_address(landed + warp * DEPTH);
-  const int s0 = part * SEGMENTS;  // this warp's segments begin
+  const bool copying = warp == WARPS;
+  const int mine = copying ? min(lane, WARPS - 1) : warp, group = mine / SPLIT, part = mine % SPLIT;  // a ring, and whose it is
+  const uint32_t ring = shared_address(rings) + mine * (DEPTH * S::SLOT);
+  const uint32_t pieces = shared_address(rings) + WARPS * DEPTH * S::SLOT + mine * (DEPTH * S::PIECE);
+  const uint32_t landed_at = shared_address(landed + mine * DEPTH), freed_at = shared_address(freed + mine * DEPTH);
+  const int s0 = part * SEGMENTS;  // the ring's segments begin
   const auto unit_at = [](int segment, int k, bool bf16) { return segment_begin(segment, bf16 ? k / kUnitK<BF16> : k / kUnitK<INT4>); };
 
-  int rows = min(p.max_rows - m0, S::ROWS);  // at most; what is copied before their number is known takes them for one turn
-  // Lane 0's: takes the next item. Without a split any warp may have any item of its block, so that all end together; a group's warps must
-  // all have the same. False: there is none, as far as is known.
-  const auto take_item = [&](BoxCopies& c) {
-    BoxItem item{};
-    const int shared_turns = max((rows + S::SHARED_TURN - 1) / S::SHARED_TURN, 1);
-    if (c.index < 0) {
-      if constexpr (SPLIT == 1) c.index = atomicAdd(&next_item, 1);
-      else c.index = c.next++;
-    }
-    const int shared_count = (SPLIT == 1 ? own_shared : (own_shared - group + GROUPS - 1) / GROUPS) * shared_turns;
-    if (c.index < shared_count) {
-      const int i = c.index / shared_turns, turn = c.index - i * shared_turns;
-      item.tile = block + (SPLIT == 1 ? i : group + i * GROUPS) * blocks, item.first = turn * S::SHARED_TURN;
-      item.columns = 1, item.of_shared = 1;  // how many are there is for whoever knows the rows
-      c.row = item.tile * OUTPUTS;
-    } else {
-      if (c.done || !barrier_passed(shared_address(&routed), 0)) return false;
-      const int at = shares[SPLIT == 1 ? 0 : group] + c.index - shared_count;
-      if (at >= shares[SPLIT == 1 ? 1 : group + 1]) {
-        items[warp][c.count % kBoxItems] = item;
-        c.done = 1;
-        return false;
-      }
-      const int slot = routes.slot[at / tiles];
-      const stream::ItemPlace place = stream::item_at(at, tiles, routes.turn[slot], routes.turn[slot + 1]);
-      item.tile = place.tile, item.first = routes.start[slot] + place.turn * S::TURN;
-      item.columns = min(routes.start[slot + 1] - item.first, S::TURN);
-      c.row = routes.expert[slot] * p.step + item.tile * OUTPUTS;
-    }
-    c.index = -1;
-    items[warp][c.count++ % kBoxItems] = item;
-    const bool bf16 = item.of_shared || p.bf16;
-    const int k = item.of_shared ? p.shared_k : p.k;
-    c.of_shared = item.of_shared;
-    c.at = unit_at(s0, k, bf16) / 2;
-    c.left = unit_at(s0 + SEGMENTS, k, bf16) / 2 - c.at;
-    c.in_piece = 0;
-    return true;
-  };
-  // Asks for as many slots as are free. Called by the warp, of which lane 0 alone has something to do.
-  const auto top_up = [&]() {
-    if (lane != 0) return;
-    BoxCopies c = copies[warp];
-#pragma unroll 1
-    while (c.asked < DEPTH && (c.left > 0 || take_item(c))) {
-      const int boxes = min(WIDE, c.left);
-      const bool scaled = !c.of_shared && !p.bf16 && c.in_piece == 0;
-      const uint32_t to = ring + c.slot * S::SLOT, barrier = barriers + c.slot * 8;
-      barrier_expect(barrier, boxes * stream::kBoxBytes + (scaled ? S::PIECE : 0));
-#pragma unroll
-      for (int j = 0; j < WIDE; ++j) {
-        if (j < boxes) copy_box(to + j * stream::kBoxBytes, c.of_shared ? &q.shared : &q.weights, (c.at + j) * 128, c.row, barrier);
-      }
-      if (scaled) {
-        copy_box(pieces + c.piece * S::PIECE, &q.scales, c.at * 16, c.row, barrier);
-        c.piece = c.piece + 1 == DEPTH ? 0 : c.piece + 1;
-      }
-      c.in_piece = c.in_piece + 1 == S::SPAN ? 0 : c.in_piece + 1;
-      c.slot = c.slot + 1 == DEPTH ? 0 : c.slot + 1;
-      c.at += WIDE, c.left -= boxes, ++c.asked;
-    }
-    copies[warp] = c;
-  };
-
-  if (lane == 0) {
-    for (int i = 0; i < DEPTH; ++i) barrier_init(barriers + i * 8, 1);
-    BoxCopies none{};
-    none.index = -1;
-    copies[warp] = none;
+  for (int i = threadIdx.x; i < WARPS * DEPTH; i += S::THREADS) {
+    barrier_init(shared_address(landed + i), 1);
+    barrier_init(shared_address(freed + i), 1);
   }
   if (SPLIT > 1 && threadIdx.x < GROUPS * SLOTS) {  // every lane arrives: of all warps of the group, and of the one that adds
     barrier_init(shared_address(full + threadIdx.x), SPLIT * kWarp);
@@ -204,16 +136,79 @@ __global__ __launch_bounds__(S::WARPS* kWarp, 1) void box_moe_kernel(const __gri
   }
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // the copy engine is to see the barriers
   __syncthreads();
-  // Weights alone, so that it waits for nobody.
-  if (rows <= S::SHARED_TURN) top_up();
+
+  // The copying warp: a lane's ring, and its place among the items.
+  int rows = min(p.max_rows - m0, S::ROWS);        // at most; what is copied before their number is known takes them for one turn
+  int left = 0, box = 0, first_row = 0;            // boxes of the item that are still to come, the next one, the tile's first row
+  bool of_shared = false, done = lane >= WARPS;
+  int to_slot = 0, round = 0, to_piece = 0, in_piece = 0;
+  int index = -1, taken = 0, begun = 0;            // the item taken and not yet begun; split: items taken; items begun
+  // Takes the next item. False: there is none, as far as is known.
+  const auto take_item = [&]() {
+    const int shared_turns = (rows + S::SHARED_TURN - 1) / S::SHARED_TURN;
+    if (index < 0) index = SPLIT == 1 ? atomicAdd(&next_item, 1) : taken++;
+    const int shared_count = (SPLIT == 1 ? own_shared : (own_shared - group + GROUPS - 1) / GROUPS) * shared_turns;
+    BoxItem item{};
+    of_shared = index < shared_count;
+    if (of_shared) {
+      const int i = index / shared_turns, turn = index - i * shared_turns;
+      item.tile = block + (SPLIT == 1 ? i : group + i * GROUPS) * blocks, item.first = turn * S::SHARED_TURN;
+      item.columns = 1, item.of_shared = 1;  // how many are there is for whoever knows the rows
+      first_row = item.tile * OUTPUTS;
+    } else {
+      if (!barrier_passed(shared_address(&routed), 0)) return false;
+      const int at = shares[SPLIT == 1 ? 0 : group] + index - shared_count;
+      if (at < shares[SPLIT == 1 ? 1 : group + 1]) {
+        const int expert = routes.slot[at / tiles];
+        const stream::ItemPlace place = stream::item_at(at, tiles, routes.turn[expert], routes.turn[expert + 1]);
+        item.tile = place.tile, item.first = routes.start[expert] + place.turn * kColumns;
+        item.columns = min(routes.start[expert + 1] - item.first, kColumns);
+        first_row = routes.expert[expert] * p.step + item.tile * OUTPUTS;
+      } else {
+        done = true;
+      }
+    }
+    items[mine][begun++ % kBoxItems] = item;
+    const bool bf16 = of_shared || p.bf16;
+    const int k = of_shared ? p.shared_k : p.k;
+    index = -1, in_piece = 0;
+    box = unit_at(s0, k, bf16) / 2, left = done ? 0 : unit_at(s0 + SEGMENTS, k, bf16) / 2 - box;
+    return true;
+  };
+  // Asks for what the ring's next slot is to hold, where it is free; the end of all items is a slot of nothing.
+  const auto copy_slot = [&]() {
+    if (done || !barrier_passed(freed_at + to_slot * 8, round ^ 1) || (left == 0 && !take_item())) return false;
+    const int boxes = min(WIDE, left);
+    const bool scaled = boxes > 0 && !of_shared && !p.bf16 && in_piece == 0;
+    const uint32_t to = ring + to_slot * S::SLOT, barrier = landed_at + to_slot * 8;
+    barrier_expect(barrier, boxes * stream::kBoxBytes + (scaled ? S::PIECE : 0));
+#pragma unroll
+    for (int j = 0; j < WIDE; ++j) {
+      if (j < boxes) copy_box(to + j * stream::kBoxBytes, of_shared ? &q.shared : &q.weights, (box + j) * 128, first_row, barrier);
+    }
+    if (scaled) {
+      copy_box(pieces + to_piece * S::PIECE, &q.scales, box * 16, first_row, barrier);
+      to_piece = to_piece + 1 == DEPTH ? 0 : to_piece + 1;
+    }
+    in_piece = in_piece + 1 == S::SPAN ? 0 : in_piece + 1;
+    box += WIDE, left -= boxes;
+    if (++to_slot == DEPTH) to_slot = 0, round ^= 1;
+    return true;
+  };
+  // Weights alone, so that they wait for nobody; the shared expert's.
+  if (copying && rows <= S::SHARED_TURN) {
+    while (__any_sync(kAll, copy_slot())) {
+    }
+  }
 
   // Before the wait one may read what is older than the launch before this one, which has itself waited: x and the count of rows; and
   // by down the ids too.
   rows = min(active_rows(p.n_rows, p.max_rows) - m0, S::ROWS);
   if (rows <= 0) {
     wait_for_previous();
-    __syncwarp();
-    for (int i = 0; i < copies[warp].asked; ++i) barrier_wait(barriers + i * 8, 0);
+    if (copying && lane < WARPS) {
+      for (int i = 0; i < to_slot + round * DEPTH; ++i) barrier_wait(landed_at + i * 8, 0);
+    }
     return;
   }
   if constexpr (STAGED) {
@@ -223,10 +218,16 @@ __global__ __launch_bounds__(S::WARPS* kWarp, 1) void box_moe_kernel(const __gri
     stage_normed_rows(staged, p.stride, x, p.k, rows, rows, p.k, 0, p.k, p.norm_w, inverse);
     __syncthreads();
   }
-  // The last warp finds the routes and who has what while the others are at the shared expert's items, which wait for no router.
-  if (warp == S::WARPS - 1) {
+  if (copying) {
+    while (!__all_sync(kAll, done)) {
+      if (!__any_sync(kAll, copy_slot())) __nanosleep(kPause);
+    }
+    return;
+  }
+  // The last of the others finds the routes and who has what while they are at the shared expert's items, which wait for no router.
+  if (warp == WARPS - 1) {
     if constexpr (!DOWN) wait_for_previous();
-    find_routes<true>(routes, p.ids + m0 * p.top_k, rows * p.top_k, S::TURN);
+    find_routes<true>(routes, p.ids + m0 * p.top_k, rows * p.top_k, kColumns);
     const int weight = stream::shared_weight((rows + S::SHARED_TURN - 1) / S::SHARED_TURN, p.shared_k, p.k, p.bf16), count = routes.turn[routes.found] * tiles;
     const int first = stream::first_box_item(count, shared_tiles, weight, blocks, block), end = stream::first_box_item(count, shared_tiles, weight, blocks, block + 1);
     constexpr int OWNERS = SPLIT > 1 ? GROUPS : 1;
@@ -304,7 +305,7 @@ __global__ __launch_bounds__(S::WARPS* kWarp, 1) void box_moe_kernel(const __gri
   const uint32_t line = kept((lane >> 2) * 128 + ((lane & 3) ^ (lane >> 2)) * 16);  // bf16: 16 bytes of row lane/4's first unit; the second's at ^ 64
   const uint32_t scales_of = kept(pieces + ((lane >> 2) + (q.scales_differ ? 8 : 0)) * S::LINE);
   const int scales_below = q.scales_differ ? -8 * S::LINE : 8 * S::LINE;
-  int slot = 0, piece = 0, phases = 0;
+  int slot = 0, piece = 0, phase = 0;
   int sequence = 0;  // of the group's items
   const auto run = [&](auto kind, auto mode, int tile, int first, int columns, bool of_shared) {
     constexpr WeightKind KIND = decltype(kind)::value;
@@ -458,20 +459,18 @@ __global__ __launch_bounds__(S::WARPS* kWarp, 1) void box_moe_kernel(const __gri
     };
 #pragma unroll 1
     for (int of_piece = 0; unit < end;) {
-      barrier_wait(barriers + slot * 8, phases >> slot);
-      phases ^= 1 << slot;
+      barrier_wait(landed_at + slot * 8, phase);
       const uint32_t at = ring + slot * S::SLOT, scales = scales_of + piece * S::PIECE + of_piece * (WIDE * 16);
       const int boxes = min(WIDE, (end - unit) / 2);
 #pragma unroll 1
       for (int j = 0; j < boxes; ++j) multiply_box(at + j * stream::kBoxBytes, scales + j * 16, unit + 2 >= end);
+      __syncwarp();  // every lane has used what it read
+      if (elected()) barrier_arrive(freed_at + slot * 8);
       if (KIND == INT4 && (++of_piece == S::SPAN || unit >= end)) {
         of_piece = 0;
         piece = piece + 1 == DEPTH ? 0 : piece + 1;
       }
-      slot = slot + 1 == DEPTH ? 0 : slot + 1;
-      __syncwarp();  // every lane has used what it read
-      if (lane == 0) --copies[warp].asked;
-      top_up();
+      if (++slot == DEPTH) slot = 0, phase ^= 1;
     }
     if constexpr (SPLIT == 1) {
 #pragma unroll 1
@@ -492,28 +491,18 @@ __global__ __launch_bounds__(S::WARPS* kWarp, 1) void box_moe_kernel(const __gri
   };
 
   for (int count = 0;; ++count) {
-    __syncwarp();
-    const bool none = copies[warp].count == count && !copies[warp].done;
-    __syncwarp();
-    if (none) {
-      barrier_wait(shared_address(&routed), 0);
-      top_up();
-      __syncwarp();
-    }
+    barrier_wait(landed_at + slot * 8, phase);  // with its first slot an item is known
     const BoxItem item = items[warp][count % kBoxItems];
     if (item.columns == 0) break;
     const bool of_shared = item.of_shared != 0;
     const int tile = item.tile, first = item.first, columns = of_shared ? min(rows - first, S::SHARED_TURN) : item.columns;
     const auto pick = [&](auto kind) {
-      constexpr int MANY = decltype(kind)::value == BF16 ? S::MOST : NT;
       if (columns <= kColumns / 2) {
         run(kind, std::integral_constant<int, 0>{}, tile, first, columns, of_shared);
-      } else if (MANY == 1 || columns <= kColumns) {
+      } else if (decltype(kind)::value == INT4 || S::MOST == 1 || columns <= kColumns) {
         run(kind, std::integral_constant<int, 1>{}, tile, first, columns, of_shared);
-      } else if (MANY == 2 || (columns <= 2 * kColumns && decltype(kind)::value == INT4)) {
-        run(kind, std::integral_constant<int, 2>{}, tile, first, columns, of_shared);
       } else {
-        run(kind, std::integral_constant<int, MANY>{}, tile, first, columns, of_shared);
+        run(kind, std::integral_constant<int, decltype(kind)::value == INT4 ? 1 : S::MOST>{}, tile, first, columns, of_shared);
       }
     };
     if (of_shared || p.bf16) pick(std::integral_constant<WeightKind, BF16>{});
