@@ -43,7 +43,7 @@ struct Routes {
 // Called by the whole block of THREADS or, kWarp of them, by one warp; the ids of the step's rows, row by row; a turn takes MOST rows. Ends
 // with a barrier of its callers.
 template <int MOST, int THREADS, int PLACES>
-__device__ __noinline__ void find_routes(Routes<PLACES>& r, const int32_t* ids, int rows, int top_k) {
+__device__ __forceinline__ void find_routes(Routes<PLACES>& r, const int32_t* ids, int rows, int top_k) {
   constexpr int ROWS = Routes<PLACES>::ROWS, AHEAD = THREADS == kWarp ? 4 : 1;  // loads that a thread has on their way
   const int lane = threadIdx.x % kWarp, thread = THREADS == kWarp ? lane : static_cast<int>(threadIdx.x), warp = thread / kWarp, count = rows * top_k;
   const auto meet = [] {
