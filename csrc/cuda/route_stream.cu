@@ -117,7 +117,7 @@ __device__ __forceinline__ void choose(const Params& p, void* memory, int blocks
 
 // OWN: at most kOwnRows rows.
 template <bool OWN>
-__global__ __launch_bounds__(kThreads) void route_kernel(const __grid_constant__ Params p) {
+__global__ __launch_bounds__(kThreads, 2) void route_kernel(const __grid_constant__ Params p) {
   extern __shared__ __align__(128) uint8_t smem[];
   __shared__ float squares[kOwnRows * kSegments];
   const int block = static_cast<int>(blockIdx.x) - p.choosing, blocks = static_cast<int>(gridDim.x) - p.choosing;
