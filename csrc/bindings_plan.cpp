@@ -7,7 +7,7 @@ namespace {
 
 // product: linear, normed for one with a norm, wide for one without where warpgroup products are known, gate_up or down. The variant as
 // `mt nt cl warps depth resident held shared`, shared in bytes a block; or of gate_up and down as `staged split nt warps units depth resident
-// shared`; or `wide shared`; or `generic`. gate_up_boxes and down_boxes are Hopper's: `staged split nt warps wide depth span shared`, or what
+// shared`; or `wide shared`; or `generic`. gate_up_boxes and down_boxes are Hopper's: `staged split warps wide depth span resident shared`, or what
 // gate_up and down say.
 std::string product_plan(std::string product, bool int4, int64_t k, int64_t rows, bool paired, bool clusters, int64_t shared) {
   const bool wide = product == "wide", normed = product == "normed", boxes = product == "gate_up_boxes" || product == "down_boxes";
@@ -33,7 +33,7 @@ std::string product_plan(std::string product, bool int4, int64_t k, int64_t rows
   need(down || product == "gate_up", "product", "is not linear, gate_up or down");
   if (const int at = down ? stream::choose_down_boxes(device, in, in, m) : stream::choose_gate_up_boxes(device, in, m); at >= 0) {
     const stream::BoxVariant& v = down ? stream::kDownBoxes[at] : stream::kGateUpBoxes[at];
-    return line({v.staged, v.split, v.nt, v.warps, v.wide, v.depth, v.span}, stream::box_shared(v, in, m));
+    return line({v.staged, v.split, v.warps, v.wide, v.depth, v.span, v.resident}, stream::box_shared(v, in, m));
   }
   const int at = down ? stream::choose_down(device, in, m) : stream::choose_gate_up(device, in, m);
   if (at < 0) return "generic";

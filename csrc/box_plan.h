@@ -10,17 +10,17 @@ namespace stream {
 
 // Weights come in boxes of 16 rows x 128 bytes: two units of K. staged: the step's rows stand in shared memory, which takes gate and up.
 // split: warps that share a tile's K. A warp's ring has `depth` slots of `wide` boxes; `span` slots share a piece of scales, of which there
-// are `depth` too. rows: up to how many it is the choice. An expert's rows take turns of eight.
+// are `depth` too. resident: blocks a multiprocessor, of which one may be the next launch's, already copying. rows: up to how many it is the choice. An expert's rows take turns of eight.
 struct BoxVariant {
   bool staged;
-  int split, warps, wide, depth, span, rows;
+  int split, warps, wide, depth, span, resident, rows;
 };
 
 constexpr int kBoxBytes = 2048, kBoxScales = 256;  // 16 rows x 128 bytes, and int4's scales of them
 constexpr int kBoxK = 256;                         // elements of an int4 row's box; K is a multiple, whatever the kind
 constexpr int kSharedTiles = 4;                    // tiles of activation rows that the shared expert's weights meet at a time, unless staged or split
 constexpr size_t kBoxAlign = 1024;                 // swizzled boxes begin at multiples
-constexpr size_t kBoxStatic = 17 << 10;            // static shared memory of the kernels, at most
+constexpr size_t kBoxStatic = 20 << 10;            // static shared memory of the kernels, at most
 
 KDTREE_BOTH constexpr int box_most(bool staged, int split) { return staged || split > 1 ? 1 : kSharedTiles; }
 constexpr int box_threads(int warps) { return (warps + 1) * 32; }  // one warp more copies
@@ -39,8 +39,8 @@ constexpr size_t box_shared(const BoxVariant& v, int k, int rows) {
 }
 
 // Measured in docs/kernels.md; the last of each fits any Hopper and any rows.
-constexpr BoxVariant kGateUpBoxes[] = {{true, 4, 16, 2, 2, 2, 4}, {false, 1, 16, 2, 2, 2, 64}};
-constexpr BoxVariant kDownBoxes[] = {{false, 2, 16, 2, 2, 1, 4}, {false, 1, 16, 2, 2, 1, 64}};
+constexpr BoxVariant kGateUpBoxes[] = {{true, 4, 8, 2, 2, 1, 2, 2}, {false, 1, 15, 2, 2, 1, 1, 64}};
+constexpr BoxVariant kDownBoxes[] = {{false, 2, 6, 2, 2, 1, 2, 2}, {false, 1, 15, 2, 2, 1, 1, 64}};
 
 // How a launch's workers share its items by bytes, as moe_items, in 32 bits: a worker's first of the others, of which the shared expert's items
 // cost `weight` sixteenths each, all turns of their rows included. Items are fewer than 2^26.
@@ -72,7 +72,8 @@ constexpr int choose_boxes(const BoxVariant (&table)[COUNT], const Device& devic
   for (int i = 0; i < COUNT; ++i) {
     const BoxVariant& v = table[i];
     if ((v.rows < rows && v.rows != moe_rows(false)) || !splits_at_boxes(v.split, k) || !splits_at_boxes(v.split, shared_k)) continue;
-    if (box_shared(v, k, rows) + kBoxStatic <= device.shared) return i;
+    // A multiprocessor keeps 1 KB of each block for itself.
+    if ((box_shared(v, k, rows) + kBoxStatic + 1024) * v.resident <= device.shared + 1024) return i;
   }
   return -1;
 }

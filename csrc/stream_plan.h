@@ -37,7 +37,7 @@ struct MoeVariant {
 constexpr int kTileRows = 16, kColumns = 8, kSegments = 8;
 constexpr int kRingBytes = 1024 + 128;  // a tile's unit and its scales
 constexpr int kMostTopK = 16, kMostExperts = 1024;
-constexpr size_t kStatic = 10 << 10, kMoeStatic = 14 << 10;  // static shared memory of the kernels, at most
+constexpr size_t kStatic = 10 << 10, kMoeStatic = 18 << 10;  // static shared memory of the kernels, at most
 constexpr int kSumSlots = 4;            // tiles of a group of warps whose segments' sums meet at a time
 
 // Elements of K between segments of linear.
@@ -160,6 +160,22 @@ constexpr int kOwnNorm = 2;   // more rows are normed by the blocks of a cluster
 constexpr bool serves(const Device& device, int k) { return device.clusters && k > 0 && k % 8 == 0; }
 constexpr bool serves_moe(const Device& device, int k, int shared_k, int top_k, int experts) {
   return serves(device, k) && shared_k % 8 == 0 && top_k <= kMostTopK && experts <= kMostExperts;
+}
+
+// The router's product and choice in one launch (route_stream.cu), for rows up to kMostRouted long: blocks that choose a row's experts, and
+// those of down that combine. They wait for the others of their launch, so they are few beside the places there are.
+constexpr int kMostChoosing = 64, kMostRouted = 8192;
+constexpr int combining(int rows) { return rows <= 8 ? 16 : 32; }
+constexpr bool leaves_normed(int rows) { return rows > kOwnNorm; }  // in scratch, for gate and up
+// A block's segment of 16 bf16 weight rows and of the rows it norms itself; the choice takes the same place.
+constexpr size_t route_shared(int k, int own_rows, size_t choice) {
+  const int units = (k + 31) / 32 / kSegments + 1;
+  const size_t needed = static_cast<size_t>(units) * 1024 + static_cast<size_t>(own_rows) * staged_stride(units * 32);
+  return needed > choice ? needed : choice;
+}
+constexpr bool serves_route(const Device& device, int k, int experts, int n_group, int top_k) {
+  const size_t choice = 16 * static_cast<size_t>(experts) + 4 * static_cast<size_t>(experts / 32 + 2 + n_group + 2 * top_k);
+  return serves(device, k) && k <= kMostRouted && experts <= kMostExperts && route_shared(k, kOwnNorm, choice) + kStatic <= device.shared;
 }
 
 // Whether as many blocks as the registers leave room for find shared memory on a multiprocessor, which keeps 1 KB of each for itself;

@@ -52,13 +52,13 @@ bool CudaBackend::moe_streams(const MoeArgs& a) const {
   return ready;
 }
 
-bool CudaBackend::gate_up_stream(const MoeArgs& a) {
+bool CudaBackend::gate_up_stream(const MoeArgs& a, bool routed) {
   if (!moe_streams(a)) return false;
   const int variant = stream::choose_gate_up(device_shape_, a.dim, a.max_rows), in_boxes = choose_boxes(a, false);
   const stream::MoeVariant& v = stream::kGateUp[variant];
   const bool staged = in_boxes >= 0 ? stream::kGateUpBoxes[in_boxes].staged : v.staged;
   const bool int4 = a.gate.kind == WeightKind::kInt4;
-  const MoeScratch scratch(a.scratch, a.max_rows, a.top_k, a.down.k, a.dim);
+  const MoeScratch scratch(a.scratch, a.max_rows, a.top_k, a.down.k, a.dim, a.gate.e);
   StreamMoeParams p{};
   p.x = a.x, p.norm_w = a.norm_w, p.eps = a.eps, p.k = p.shared_k = a.dim, p.bf16 = !int4;
   p.rows = scratch.normed, p.row_stride = stream::padded(a.dim), p.stride = stream::staged_stride(stream::padded(a.dim));
@@ -68,13 +68,13 @@ bool CudaBackend::gate_up_stream(const MoeArgs& a) {
   p.pairs = stream::column_pairs(a.max_rows), p.ids = a.ids, p.top_k = a.top_k, p.max_rows = a.max_rows, p.n_rows = a.n_rows;
   p.act = static_cast<uint16_t*>(a.act), p.shared_act = static_cast<uint16_t*>(a.shared_act);
   if (int4 && a.phase == MoePhase::kBoth && stream::padded(a.gate.n) == a.gate.n) p.ordered = scratch.ordered;
-  if (!staged) {
+  if (!staged && !(routed && stream::leaves_normed(a.max_rows))) {
     const NormParams n{scratch.normed, p.row_stride, a.x, a.dim, a.norm_w, a.eps, a.max_rows, a.n_rows};
     launch("experts_norm", norm_kernel, dim3(a.max_rows), kNormThreads, 0, n);
   }
   const char* const name = int4 ? "experts_int4_bf16" : "experts_bf16";
   if (in_boxes >= 0) {
-    launch_boxes(name, a, false, in_boxes, false, p);
+    launch_boxes(name, a, false, in_boxes, routed, p);
   } else {
     const StreamMoeKernel kernel = moe_kernel<false, stream::kGateUp>(variant);
     const size_t shared = stream::moe_shared(v, a.dim, a.max_rows);

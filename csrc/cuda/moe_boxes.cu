@@ -13,7 +13,7 @@ using Kernel = void (*)(BoxMoeParams);
 template <bool DOWN, const auto& TABLE, size_t... I>
 Kernel kernel_at(int index, std::index_sequence<I...>) {
   constexpr Kernel kernels[] = {
-      &box_moe_kernel<BoxMoeShape<DOWN, TABLE[I].staged, TABLE[I].split, TABLE[I].nt, TABLE[I].warps, TABLE[I].wide, TABLE[I].depth, TABLE[I].span>>...};
+      &box_moe_kernel<BoxMoeShape<DOWN, TABLE[I].staged, TABLE[I].split, TABLE[I].warps, TABLE[I].wide, TABLE[I].depth, TABLE[I].span, TABLE[I].resident>>...};
   return kernels[index];
 }
 template <bool DOWN, const auto& TABLE>
@@ -31,7 +31,7 @@ int CudaBackend::choose_boxes(const MoeArgs& a, bool down) const {
   return stream::choose_down_boxes(device_shape_, a.down.k, a.shared_down.n > 0 ? a.shared_down.k : a.down.k, a.max_rows);
 }
 
-void CudaBackend::launch_boxes(const char* name, const MoeArgs& a, bool down, int variant, bool early, const StreamMoeParams& p) {
+void CudaBackend::launch_boxes(const char* name, const MoeArgs& a, bool down, int variant, bool routed, const StreamMoeParams& p) {
   const stream::BoxVariant& v = down ? stream::kDownBoxes[variant] : stream::kGateUpBoxes[variant];
   const int rows = down ? kTileRows : kTileRows / 2;
   const Weight& w = down ? a.down : a.gate;
@@ -43,11 +43,11 @@ void CudaBackend::launch_boxes(const char* name, const MoeArgs& a, bool down, in
   if (p.shared_n > 0) q.shared = row_map(p.shared[0], p.shared[1], static_cast<uint64_t>(p.shared_k) * 2, static_cast<uint64_t>(p.shared_n), 128, rows, true);
   q.up_first = p.data[1] < p.data[0], q.shared_up_first = p.shared[1] < p.shared[0];
   q.scales_differ = !p.bf16 && q.up_first != (p.scale[1] < p.scale[0]);
-  q.early = early, q.columns = stream::sum_columns(a.max_rows);
+  q.early = routed, q.columns = stream::sum_columns(a.max_rows);
   const Kernel kernel = down ? kernel_of<true, stream::kDownBoxes>(variant) : kernel_of<false, stream::kGateUpBoxes>(variant);
   const size_t shared = stream::box_shared(v, p.k, a.max_rows);
-  const int blocks = resident_clusters(reinterpret_cast<const void*>(kernel), name, 1, v.warps * kWarp, shared), step = stream::moe_rows(v.staged);
-  launch(name, kernel, dim3(blocks, (a.max_rows + step - 1) / step), v.warps * kWarp, shared, q);
+  const int blocks = resident_clusters(reinterpret_cast<const void*>(kernel), name, 1, stream::box_threads(v.warps), shared), step = stream::moe_rows(v.staged);
+  launch(name, kernel, dim3(blocks, (a.max_rows + step - 1) / step), stream::box_threads(v.warps), shared, q);
 }
 
 }  // namespace kdtree

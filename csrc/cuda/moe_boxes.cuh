@@ -40,6 +40,7 @@ struct BoxMoeShape {
   static constexpr int RING = static_cast<int>(stream::box_ring(WARPS, WIDE, DEPTH, SPAN));
   static_assert(kSegments % SPLIT == 0 && WARPS % SPLIT == 0 && WARPS <= kWarp, "whole groups, and a lane a ring");
   static_assert(DEPTH + 2 <= kBoxItems && LINE <= 256, "each slot may be another item's; what a box may be wide");
+  static_assert((LINE & (LINE - 1)) == 0, "the other eight rows' scales are a bit away");
 };
 
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ == 900
@@ -100,7 +101,7 @@ __global__ __launch_bounds__(S::THREADS, S::RESIDENT) void box_moe_kernel(const 
   extern __shared__ __align__(128) uint8_t dynamic[];
   __shared__ float squares[STAGED ? S::ROWS * kSegments : 1], inverse[STAGED ? S::ROWS : 1];
   __shared__ Routes<S::ROWS * kMostTopK> routes;
-  __shared__ uint64_t landed[WARPS * DEPTH], freed[WARPS * DEPTH], routed;
+  __shared__ uint64_t landed[2][WARPS * DEPTH], routed;  // a ring's slots: what was asked for is there; and, second, it was used
   __shared__ BoxItem items[WARPS][kBoxItems];
   __shared__ int next_item, shares[SPLIT > 1 ? GROUPS + 1 : 2];  // the block's, or a group's first of the others, and the end
   __shared__ uint64_t full[SPLIT > 1 ? GROUPS * SLOTS : 1], empty[SPLIT > 1 ? GROUPS * SLOTS : 1];
@@ -118,14 +119,12 @@ __global__ __launch_bounds__(S::THREADS, S::RESIDENT) void box_moe_kernel(const 
   const int mine = copying ? min(lane, WARPS - 1) : warp, group = mine / SPLIT, part = mine % SPLIT;  // a ring, and whose it is
   const uint32_t ring = shared_address(rings) + mine * (DEPTH * S::SLOT);
   const uint32_t pieces = shared_address(rings) + WARPS * DEPTH * S::SLOT + mine * (DEPTH * S::PIECE);
-  const uint32_t landed_at = shared_address(landed + mine * DEPTH), freed_at = shared_address(freed + mine * DEPTH);
+  const uint32_t landed_at = shared_address(landed[0] + mine * DEPTH);
+  constexpr uint32_t FREED = WARPS * DEPTH * 8;  // from a slot's first barrier to its second
   const int s0 = part * SEGMENTS;  // the ring's segments begin
   const auto unit_at = [](int segment, int k, bool bf16) { return segment_begin(segment, bf16 ? k / kUnitK<BF16> : k / kUnitK<INT4>); };
 
-  for (int i = threadIdx.x; i < WARPS * DEPTH; i += S::THREADS) {
-    barrier_init(shared_address(landed + i), 1);
-    barrier_init(shared_address(freed + i), 1);
-  }
+  for (int i = threadIdx.x; i < 2 * WARPS * DEPTH; i += S::THREADS) barrier_init(shared_address(landed[0] + i), 1);
   if (SPLIT > 1 && threadIdx.x < GROUPS * SLOTS) {  // every lane arrives: of all warps of the group, and of the one that adds
     barrier_init(shared_address(full + threadIdx.x), SPLIT * kWarp);
     barrier_init(shared_address(empty + threadIdx.x), kWarp);
@@ -138,6 +137,7 @@ __global__ __launch_bounds__(S::THREADS, S::RESIDENT) void box_moe_kernel(const 
   __syncthreads();
 
   // The copying warp: a lane's ring, and its place among the items.
+  const auto live_rows = [&]() { return min(active_rows(p.n_rows, p.max_rows) - static_cast<int>(blockIdx.y) * S::ROWS, S::ROWS); };
   int rows = min(p.max_rows - m0, S::ROWS);        // at most; what is copied before their number is known takes them for one turn
   int left = 0, box = 0, first_row = 0;            // boxes of the item that are still to come, the next one, the tile's first row
   bool of_shared = false, done = lane >= WARPS;
@@ -177,7 +177,7 @@ __global__ __launch_bounds__(S::THREADS, S::RESIDENT) void box_moe_kernel(const 
   };
   // Asks for what the ring's next slot is to hold, where it is free; the end of all items is a slot of nothing.
   const auto copy_slot = [&]() {
-    if (done || !barrier_passed(freed_at + to_slot * 8, round ^ 1) || (left == 0 && !take_item())) return false;
+    if (done || !barrier_passed(landed_at + FREED + to_slot * 8, round ^ 1) || (left == 0 && !take_item())) return false;
     const int boxes = min(WIDE, left);
     const bool scaled = boxes > 0 && !of_shared && !p.bf16 && in_piece == 0;
     const uint32_t to = ring + to_slot * S::SLOT, barrier = landed_at + to_slot * 8;
@@ -203,12 +203,13 @@ __global__ __launch_bounds__(S::THREADS, S::RESIDENT) void box_moe_kernel(const 
 
   // Before the wait one may read what is older than the launch before this one, which has itself waited: x and the count of rows; and
   // by down the ids too.
-  rows = min(active_rows(p.n_rows, p.max_rows) - m0, S::ROWS);
+  rows = live_rows();
   if (rows <= 0) {
     wait_for_previous();
     if (copying && lane < WARPS) {
       for (int i = 0; i < to_slot + round * DEPTH; ++i) barrier_wait(landed_at + i * 8, 0);
     }
+    if constexpr (DOWN) combine(p.combine);
     return;
   }
   if constexpr (STAGED) {
@@ -222,295 +223,293 @@ __global__ __launch_bounds__(S::THREADS, S::RESIDENT) void box_moe_kernel(const 
     while (!__all_sync(kAll, done)) {
       if (!__any_sync(kAll, copy_slot())) __nanosleep(kPause);
     }
-    return;
-  }
-  // The last of the others finds the routes and who has what while they are at the shared expert's items, which wait for no router.
-  if (warp == WARPS - 1) {
-    if constexpr (!DOWN) wait_for_previous();
-    find_routes<true>(routes, p.ids + m0 * p.top_k, rows * p.top_k, kColumns);
-    const int weight = stream::shared_weight((rows + S::SHARED_TURN - 1) / S::SHARED_TURN, p.shared_k, p.k, p.bf16), count = routes.turn[routes.found] * tiles;
-    const int first = stream::first_box_item(count, shared_tiles, weight, blocks, block), end = stream::first_box_item(count, shared_tiles, weight, blocks, block + 1);
-    constexpr int OWNERS = SPLIT > 1 ? GROUPS : 1;
-    if (lane <= OWNERS) shares[lane] = first + stream::first_box_item(end - first, own_shared, weight, OWNERS, lane);
-    __syncwarp();
-    barrier_arrive(shared_address(&routed));
-  }
-  if (!STAGED || !q.early) wait_for_previous();
+  } else {
+    // The last of the others finds the routes and who has what while they are at the shared expert's items, which wait for no router.
+    if (warp == WARPS - 1) {
+      if constexpr (!DOWN) wait_for_previous();
+      find_routes<kColumns, kWarp>(routes, p.ids + m0 * p.top_k, rows, p.top_k);
+      const int weight = stream::shared_weight((rows + S::SHARED_TURN - 1) / S::SHARED_TURN, p.shared_k, p.k, p.bf16), count = routes.turn[routes.found] * tiles;
+      const int first = stream::first_box_item(count, shared_tiles, weight, blocks, block), end = stream::first_box_item(count, shared_tiles, weight, blocks, block + 1);
+      constexpr int OWNERS = SPLIT > 1 ? GROUPS : 1;
+      if (lane <= OWNERS) shares[lane] = first + stream::first_box_item(end - first, own_shared, weight, OWNERS, lane);
+      __syncwarp();
+      barrier_arrive(shared_address(&routed));
+    }
+    if (!STAGED || !q.early) wait_for_previous();
 
-  // Of a column: its sums over K for weight row lane/4 and for the one eight below.
-  const auto emit_column = [&](int tile, int first, int c, int columns, bool of_shared, float low, float high) {
-    if (c >= columns) return;
-    const int n = of_shared ? p.shared_n : p.n, out = tile * OUTPUTS + lane / 4;
-    const int place = of_shared ? first + c : routes.place[first + c];
-    if (!of_shared && !p.bf16) low = __fmul_rn(low, 4.f), high = __fmul_rn(high, 4.f);
-    if constexpr (DOWN) {
-      const int m = m0 + (of_shared ? place : place / p.top_k), choice = of_shared ? p.top_k : place % p.top_k;
-      float* const to = p.products + (static_cast<size_t>(m) * (p.top_k + 1) + choice) * p.n + out;
-      if (out < n) to[0] = low;
-      if (out + 8 < n) to[8] = high;
-    } else if (out < n) {
-      const bool up_first = of_shared ? q.shared_up_first : q.up_first;
-      const uint16_t y = round_bf16(__fmul_rn(silu(up_first ? high : low), up_first ? low : high));
-      const size_t row = static_cast<size_t>(m0) * (of_shared ? 1 : p.top_k) + place;
-      (of_shared ? p.shared_act : p.act)[row * n + out] = y;
-      if (!of_shared && p.ordered != nullptr) p.ordered[row * n + ordered_place(out)] = y;
-    }
-  };
-  // Of up to four columns, which stand at the even places of a product, a lane has one; of more, two.
-  const auto emit = [&](int tile, int first, int columns, bool of_shared, const auto& v) {
-    if constexpr (sizeof v == 2 * sizeof(float)) {
-      emit_column(tile, first, lane % 4, columns, of_shared, v[0], v[1]);
-    } else {
-      emit_column(tile, first, lane % 4 * 2, columns, of_shared, v[0], v[2]);
-      emit_column(tile, first, lane % 4 * 2 + 1, columns, of_shared, v[1], v[3]);
-    }
-  };
-  // Where a lane's sums of a segment stand, of up to four columns and of more.
-  const auto few_at = [&](int at, int segment) { return reinterpret_cast<float2*>(sums) + ((at * kSegments + segment) * q.columns + lane % 4) * 8 + lane / 4; };
-  const auto many_at = [&](int at, int segment) { return reinterpret_cast<float4*>(sums) + (at * kSegments + segment) * kWarp + lane; };
-  // Adds up the group's tile number i: the segments in ascending order.
-  const auto reduce = [&](int i) {
-    const int at = group * SLOTS + i % SLOTS;
-    barrier_wait(shared_address(full + at), i / SLOTS);
-    const int4 of = summed[at];
-    const auto add = [&](auto& v, const auto& s) {
-#pragma unroll
-      for (int j = 1; j < kSegments; ++j) {
-#pragma unroll
-        for (int c = 0; c < static_cast<int>(sizeof v / sizeof(float)); ++c) v[c] = __fadd_rn(v[c], reinterpret_cast<const float*>(s + j)[c]);
+    // Of a column: its sums over K for weight row lane/4 and for the one eight below.
+    const auto emit_column = [&](int tile, int first, int c, int columns, bool of_shared, float low, float high) {
+      if (c >= columns) return;
+      const int n = of_shared ? p.shared_n : p.n, out = tile * OUTPUTS + lane / 4;
+      const int place = of_shared ? first + c : routes.place[first + c];
+      if (!of_shared && !p.bf16) low = __fmul_rn(low, 4.f), high = __fmul_rn(high, 4.f);
+      if constexpr (DOWN) {
+        const int m = m0 + (of_shared ? place : place / p.top_k), choice = of_shared ? p.top_k : place % p.top_k;
+        float* const to = p.products + (static_cast<size_t>(m) * (p.top_k + 1) + choice) * p.n + out;
+        if (out < n) to[0] = low;
+        if (out + 8 < n) to[8] = high;
+      } else if (out < n) {
+        const bool up_first = of_shared ? q.shared_up_first : q.up_first;
+        const uint16_t y = round_bf16(__fmul_rn(silu(up_first ? high : low), up_first ? low : high));
+        const size_t row = static_cast<size_t>(m0) * (of_shared ? 1 : p.top_k) + place;
+        (of_shared ? p.shared_act : p.act)[row * n + out] = y;
+        if (!of_shared && p.ordered != nullptr) p.ordered[row * n + ordered_place(out)] = y;
       }
-      barrier_arrive(shared_address(empty + at));
-      emit(of.x, of.y, of.z, of.w != 0, v);
     };
-    if (of.z <= kColumns / 2) {
-      float2 s[kSegments] = {};
-      if (lane % 4 < of.z) {
-#pragma unroll
-        for (int j = 0; j < kSegments; ++j) s[j] = *few_at(at, j);
+    // Of up to four columns, which stand at the even places of a product, a lane has one; of more, two.
+    const auto emit = [&](int tile, int first, int columns, bool of_shared, const auto& v) {
+      if constexpr (sizeof v == 2 * sizeof(float)) {
+        emit_column(tile, first, lane % 4, columns, of_shared, v[0], v[1]);
+      } else {
+        emit_column(tile, first, lane % 4 * 2, columns, of_shared, v[0], v[2]);
+        emit_column(tile, first, lane % 4 * 2 + 1, columns, of_shared, v[1], v[3]);
       }
-      float v[2] = {s[0].x, s[0].y};
-      add(v, s);
-    } else {
-      float4 s[kSegments];
+    };
+    // Where a lane's sums of a segment stand, of up to four columns and of more.
+    const auto few_at = [&](int at, int segment) { return reinterpret_cast<float2*>(sums) + ((at * kSegments + segment) * q.columns + lane % 4) * 8 + lane / 4; };
+    const auto many_at = [&](int at, int segment) { return reinterpret_cast<float4*>(sums) + (at * kSegments + segment) * kWarp + lane; };
+    // Adds up the group's tile number i: the segments in ascending order.
+    const auto reduce = [&](int i) {
+      const int at = group * SLOTS + i % SLOTS;
+      barrier_wait(shared_address(full + at), i / SLOTS);
+      const int4 of = summed[at];
+      const auto add = [&](auto& v, const auto& s) {
 #pragma unroll
-      for (int j = 0; j < kSegments; ++j) s[j] = *many_at(at, j);
-      float v[4] = {s[0].x, s[0].y, s[0].z, s[0].w};
-      add(v, s);
-    }
-  };
+        for (int j = 1; j < kSegments; ++j) {
+#pragma unroll
+          for (int c = 0; c < static_cast<int>(sizeof v / sizeof(float)); ++c) v[c] = __fadd_rn(v[c], reinterpret_cast<const float*>(s + j)[c]);
+        }
+        barrier_arrive(shared_address(empty + at));
+        emit(of.x, of.y, of.z, of.w != 0, v);
+      };
+      if (of.z <= kColumns / 2) {
+        float2 s[kSegments] = {};
+        if (lane % 4 < of.z) {
+#pragma unroll
+          for (int j = 0; j < kSegments; ++j) s[j] = *few_at(at, j);
+        }
+        float v[2] = {s[0].x, s[0].y};
+        add(v, s);
+      } else {
+        float4 s[kSegments];
+#pragma unroll
+        for (int j = 0; j < kSegments; ++j) s[j] = *many_at(at, j);
+        float v[4] = {s[0].x, s[0].y, s[0].z, s[0].w};
+        add(v, s);
+      }
+    };
 
-  uint32_t matrix[4];  // int4: a lane's row address of ldmatrix in a box, of groups 2i and 2i + 1
+    const uint32_t matrix = kept((lane & 15) * 128 + ((lane >> 4) ^ (lane & 7)) * 16);  // int4: a lane's row address of ldmatrix; of groups 2i and 2i + 1 at ^ 32i
+    const uint32_t line = kept((lane >> 2) * 128 + ((lane & 3) ^ (lane >> 2)) * 16);  // bf16: 16 bytes of row lane/4's first unit; the second's at ^ 64
+    const uint32_t scales_of = kept(pieces + ((lane >> 2) + (q.scales_differ ? 8 : 0)) * S::LINE);
+    int slot = 0, piece = 0, phase = 0;
+    int sequence = 0;  // of the group's items
+    const auto run = [&](auto kind, auto mode, int tile, int first, int columns, bool of_shared) {
+      constexpr WeightKind KIND = decltype(kind)::value;
+      constexpr int MODE = decltype(mode)::value, N = MODE == 0 ? 1 : MODE, VALUES = MODE == 0 ? 2 : 4;  // tiles of columns; 0: half a tile
+      constexpr int BOX = 2 * kUnitK<KIND> * 2, PIECES = BOX / 64;  // bytes of activations that meet a box; what a lane has 16 of
+      constexpr bool NATURAL = DOWN && KIND == BF16;                // act as it is
+      constexpr bool AHEAD = !STAGED && N == 1;                     // rows come from L1 and L2, asked for a box ahead
+      const int k = of_shared ? p.shared_k : p.k, begin = unit_at(s0, k, KIND == BF16), end = unit_at(s0 + SEGMENTS, k, KIND == BF16);
+      const uint16_t* const base = NATURAL ? (of_shared ? p.shared_act : p.act) : p.rows;
+      const size_t base_row = static_cast<size_t>(m0) * (DOWN && !of_shared ? p.top_k : 1);
+      const int stride = NATURAL ? k : p.row_stride;
+      [[maybe_unused]] const uint8_t* const b_base = reinterpret_cast<const uint8_t*>(base + base_row * stride);
+      [[maybe_unused]] const uint8_t* b_alone = nullptr;
+      [[maybe_unused]] uint32_t b_at[N];
 #pragma unroll
-  for (int i = 0; i < 4; ++i) matrix[i] = kept((lane & 15) * 128 + ((2 * i + (lane >> 4)) ^ (lane & 7)) * 16);
-  const uint32_t line = kept((lane >> 2) * 128 + ((lane & 3) ^ (lane >> 2)) * 16);  // bf16: 16 bytes of row lane/4's first unit; the second's at ^ 64
-  const uint32_t scales_of = kept(pieces + ((lane >> 2) + (q.scales_differ ? 8 : 0)) * S::LINE);
-  const int scales_below = q.scales_differ ? -8 * S::LINE : 8 * S::LINE;
-  int slot = 0, piece = 0, phase = 0;
-  int sequence = 0;  // of the group's items
-  const auto run = [&](auto kind, auto mode, int tile, int first, int columns, bool of_shared) {
-    constexpr WeightKind KIND = decltype(kind)::value;
-    constexpr int MODE = decltype(mode)::value, N = MODE == 0 ? 1 : MODE, VALUES = MODE == 0 ? 2 : 4;  // tiles of columns; 0: half a tile
-    constexpr int BOX = 2 * kUnitK<KIND> * 2, PIECES = BOX / 64;  // bytes of activations that meet a box; what a lane has 16 of
-    constexpr bool NATURAL = DOWN && KIND == BF16;                // act as it is
-    constexpr bool AHEAD = !STAGED && N == 1;                     // rows come from L1 and L2, asked for a box ahead
-    const int k = of_shared ? p.shared_k : p.k, begin = unit_at(s0, k, KIND == BF16), end = unit_at(s0 + SEGMENTS, k, KIND == BF16);
-    const uint16_t* const base = NATURAL ? (of_shared ? p.shared_act : p.act) : p.rows;
-    const size_t base_row = static_cast<size_t>(m0) * (DOWN && !of_shared ? p.top_k : 1);
-    const int stride = NATURAL ? k : p.row_stride;
-    [[maybe_unused]] const uint8_t* const b_base = reinterpret_cast<const uint8_t*>(base + base_row * stride);
-    [[maybe_unused]] const uint8_t* b_alone = nullptr;
-    [[maybe_unused]] uint32_t b_at[N];
+      for (int nt = 0; nt < N; ++nt) {
+        const int c = first + min(MODE == 0 ? lane / 8 : nt * kColumns + lane / 4, columns - 1), place = of_shared ? c : routes.place[c];
+        const int row = DOWN || of_shared ? place : place / p.top_k, from = begin * (kUnitK<KIND> * 2) + lane % 4 * 16;
+        b_at[nt] = STAGED ? shared_address(staged) + row * p.stride + from : static_cast<uint32_t>(row) * (stride * 2) + from;
+        if constexpr (AHEAD) b_alone = b_base + b_at[0];
+      }
+      const auto rows_at = [&](int nt, int byte) {
+        uint4 v;
+        if constexpr (STAGED) v = load_shared16(b_at[nt] + byte);
+        else v = *reinterpret_cast<const uint4*>((AHEAD ? b_alone : b_base + b_at[nt]) + byte);
+        return v;
+      };
+      float acc[N][VALUES] = {};
+      [[maybe_unused]] float total[VALUES];
+      [[maybe_unused]] float4* const totals = reinterpret_cast<float4*>(sums) + warp * (S::MOST * kWarp) + lane;
 #pragma unroll
-    for (int nt = 0; nt < N; ++nt) {
-      const int c = first + min(MODE == 0 ? lane / 8 : nt * kColumns + lane / 4, columns - 1), place = of_shared ? c : routes.place[c];
-      const int row = DOWN || of_shared ? place : place / p.top_k, from = begin * (kUnitK<KIND> * 2) + lane % 4 * 16;
-      b_at[nt] = STAGED ? shared_address(staged) + row * p.stride + from : static_cast<uint32_t>(row) * (stride * 2) + from;
-      if constexpr (AHEAD) b_alone = b_base + b_at[0];
-    }
-    const auto rows_at = [&](int nt, int byte) {
-      uint4 v;
-      if constexpr (STAGED) v = load_shared16(b_at[nt] + byte);
-      else v = *reinterpret_cast<const uint4*>((AHEAD ? b_alone : b_base + b_at[nt]) + byte);
-      return v;
-    };
-    float acc[N][VALUES] = {};
-    [[maybe_unused]] float total[VALUES];
-    [[maybe_unused]] float4* const totals = reinterpret_cast<float4*>(sums) + warp * (S::MOST * kWarp) + lane;
+      for (int i = 0; i < VALUES; ++i) total[i] = -0.f;  // -0 + s is s in every bit
+      if constexpr (N > 1) {
 #pragma unroll
-    for (int i = 0; i < VALUES; ++i) total[i] = -0.f;  // -0 + s is s in every bit
-    if constexpr (N > 1) {
-#pragma unroll
-      for (int nt = 0; nt < N; ++nt) totals[nt * kWarp] = make_float4(-0.f, -0.f, -0.f, -0.f);
-    }
-    int unit = begin, segment = s0, segment_end = unit_at(s0 + 1, k, KIND == BF16);
-    [[maybe_unused]] const int to = group * SLOTS + sequence % SLOTS;
-    const auto end_segments = [&]() {
+        for (int nt = 0; nt < N; ++nt) totals[nt * kWarp] = make_float4(-0.f, -0.f, -0.f, -0.f);
+      }
+      int unit = begin, segment = s0, segment_end = unit_at(s0 + 1, k, KIND == BF16);
+      [[maybe_unused]] const int to = group * SLOTS + sequence % SLOTS;
+      const auto end_segments = [&]() {
 #pragma unroll 1
-      while (unit == segment_end && segment < s0 + SEGMENTS) {
-        if constexpr (SPLIT > 1) {
-          if (segment == s0 && sequence >= SLOTS) barrier_wait(shared_address(empty + to), sequence / SLOTS - 1);
-          if constexpr (MODE == 0) {
-            if (lane % 4 < columns) *few_at(to, segment) = make_float2(acc[0][0], acc[0][1]);
+        while (unit == segment_end && segment < s0 + SEGMENTS) {
+          if constexpr (SPLIT > 1) {
+            if (segment == s0 && sequence >= SLOTS) barrier_wait(shared_address(empty + to), sequence / SLOTS - 1);
+            if constexpr (MODE == 0) {
+              if (lane % 4 < columns) *few_at(to, segment) = make_float2(acc[0][0], acc[0][1]);
+            } else {
+              *many_at(to, segment) = make_float4(acc[0][0], acc[0][1], acc[0][2], acc[0][3]);
+            }
           } else {
-            *many_at(to, segment) = make_float4(acc[0][0], acc[0][1], acc[0][2], acc[0][3]);
+#pragma unroll
+            for (int nt = 0; nt < N; ++nt) {
+              if constexpr (N == 1) {
+#pragma unroll
+                for (int i = 0; i < VALUES; ++i) total[i] = __fadd_rn(total[i], acc[0][i]);
+              } else {
+                float4& t = totals[nt * kWarp];
+                t = make_float4(__fadd_rn(t.x, acc[nt][0]), __fadd_rn(t.y, acc[nt][1]), __fadd_rn(t.z, acc[nt][2]), __fadd_rn(t.w, acc[nt][3]));
+              }
+            }
+          }
+#pragma unroll
+          for (int nt = 0; nt < N; ++nt)
+#pragma unroll
+            for (int i = 0; i < VALUES; ++i) acc[nt][i] = 0.f;
+          ++segment;
+          segment_end = unit_at(segment + 1, k, KIND == BF16);
+        }
+      };
+      [[maybe_unused]] uint4 held[AHEAD ? PIECES : 1];
+      if constexpr (AHEAD) {
+        if (begin < end) {
+#pragma unroll
+          for (int i = 0; i < PIECES; ++i) held[i] = rows_at(0, i * 64);
+        }
+      }
+      end_segments();
+      const auto multiply_box = [&](uint32_t at, uint32_t scales, bool last) {
+        [[maybe_unused]] const uint8_t* const b_next = b_alone + (last ? 0 : BOX);  // nothing is read beyond a row
+        // Gives the rows' piece i of this box; where rows are asked for ahead, the next box's takes its place.
+        const auto take = [&](int nt, int i) {
+          if constexpr (AHEAD) return held[i];
+          else return rows_at(nt, i * 64);
+        };
+        const auto give_back = [&](int i) {
+          if constexpr (AHEAD) held[i] = *reinterpret_cast<const uint4*>(b_next + i * 64);
+        };
+        const float zero[4] = {};
+        if constexpr (KIND == INT4) {
+          uint32_t words[4][4];  // rows 0-7 and 8-15 of one group, then of the next
+#pragma unroll
+          for (int i = 0; i < 4; ++i) load_matrices(words[i], at + (matrix ^ (i * 32)));
+          const uint4 s_low = load_shared16(scales), s_high = load_shared16(scales ^ (8 * S::LINE));
+          const uint32_t low_scales[4] = {s_low.x, s_low.y, s_low.z, s_low.w}, high_scales[4] = {s_high.x, s_high.y, s_high.z, s_high.w};
+#pragma unroll
+          for (int g = 0; g < PIECES; ++g) {
+            const uint32_t low = words[g / 2][g % 2 * 2], high = words[g / 2][g % 2 * 2 + 1];
+            const uint32_t a[4] = {low_pair(low), low_pair(high), high_pair(low), high_pair(high)};
+            const uint32_t b[4] = {low_pair(low >> 8), low_pair(high >> 8), high_pair(low >> 8), high_pair(high >> 8)};
+            const float scale = __uint_as_float(g % 2 == 0 ? low_scales[g / 2] << 16 : low_scales[g / 2] & 0xffff0000u);
+            const float below = __uint_as_float(g % 2 == 0 ? high_scales[g / 2] << 16 : high_scales[g / 2] & 0xffff0000u);
+            float sum[N][4];
+#pragma unroll
+            for (int nt = 0; nt < N; ++nt) {
+              const uint4 x = take(nt, g);
+              multiply_add(sum[nt], a, x.x, x.y, zero);
+              multiply_add(sum[nt], b, x.z, x.w, sum[nt]);
+            }
+            give_back(g);
+#pragma unroll
+            for (int nt = 0; nt < N; ++nt) {
+#pragma unroll
+              for (int i = 0; i < VALUES; ++i) {
+                const int from = MODE == 0 ? i * 2 : i;
+                acc[nt][i] = __fmaf_rn(sum[nt][from], from < 2 ? scale : below, acc[nt][i]);
+              }
+            }
+            if (g % 4 == 3 && ++unit == segment_end) end_segments();
           }
         } else {
+          uint4 w[2][2];
 #pragma unroll
-          for (int nt = 0; nt < N; ++nt) {
-            if constexpr (N == 1) {
+          for (int u = 0; u < 2; ++u)
 #pragma unroll
-              for (int i = 0; i < VALUES; ++i) total[i] = __fadd_rn(total[i], acc[0][i]);
-            } else {
-              float4& t = totals[nt * kWarp];
-              t = make_float4(__fadd_rn(t.x, acc[nt][0]), __fadd_rn(t.y, acc[nt][1]), __fadd_rn(t.z, acc[nt][2]), __fadd_rn(t.w, acc[nt][3]));
+            for (int r = 0; r < 2; ++r) w[u][r] = load_shared16(at + r * 1024 + (line ^ (u * 64)));
+#pragma unroll
+          for (int u = 0; u < 2; ++u) {
+            // Elements 8t..8t+7 of the rows, brought into the activations' order.
+            const uint4 low = in_order(w[u][0]), high = in_order(w[u][1]);
+            const uint32_t a[4] = {low.x, high.x, low.y, high.y}, b[4] = {low.z, high.z, low.w, high.w};
+#pragma unroll
+            for (int nt = 0; nt < N; ++nt) {
+              uint4 x = take(nt, u);
+              if constexpr (NATURAL) x = in_order(x);
+              float sum[4] = {};
+#pragma unroll
+              for (int i = 0; i < VALUES; ++i) sum[MODE == 0 ? i * 2 : i] = acc[nt][i];
+              multiply_add(sum, a, x.x, x.y, sum);
+              multiply_add(sum, b, x.z, x.w, sum);
+#pragma unroll
+              for (int i = 0; i < VALUES; ++i) acc[nt][i] = sum[MODE == 0 ? i * 2 : i];
             }
+            give_back(u);
+            if (++unit == segment_end) end_segments();
           }
         }
+        if constexpr (AHEAD) b_alone = b_next;
+        else {
 #pragma unroll
-        for (int nt = 0; nt < N; ++nt)
-#pragma unroll
-          for (int i = 0; i < VALUES; ++i) acc[nt][i] = 0.f;
-        ++segment;
-        segment_end = unit_at(segment + 1, k, KIND == BF16);
-      }
-    };
-    [[maybe_unused]] uint4 held[AHEAD ? PIECES : 1];
-    if constexpr (AHEAD) {
-      if (begin < end) {
-#pragma unroll
-        for (int i = 0; i < PIECES; ++i) held[i] = rows_at(0, i * 64);
-      }
-    }
-    end_segments();
-    const auto multiply_box = [&](uint32_t at, uint32_t scales, bool last) {
-      [[maybe_unused]] const uint8_t* const b_next = b_alone + (last ? 0 : BOX);  // nothing is read beyond a row
-      // Gives the rows' piece i of this box; where rows are asked for ahead, the next box's takes its place.
-      const auto take = [&](int nt, int i) {
-        if constexpr (AHEAD) return held[i];
-        else return rows_at(nt, i * 64);
+          for (int nt = 0; nt < N; ++nt) b_at[nt] += BOX;
+        }
       };
-      const auto give_back = [&](int i) {
-        if constexpr (AHEAD) held[i] = *reinterpret_cast<const uint4*>(b_next + i * 64);
-      };
-      const float zero[4] = {};
-      if constexpr (KIND == INT4) {
-        uint32_t words[4][4];  // rows 0-7 and 8-15 of one group, then of the next
-#pragma unroll
-        for (int i = 0; i < 4; ++i) load_matrices(words[i], at + matrix[i]);
-        const uint4 s_low = load_shared16(scales), s_high = load_shared16(scales + scales_below);
-        const uint32_t low_scales[4] = {s_low.x, s_low.y, s_low.z, s_low.w}, high_scales[4] = {s_high.x, s_high.y, s_high.z, s_high.w};
-#pragma unroll
-        for (int g = 0; g < PIECES; ++g) {
-          const uint32_t low = words[g / 2][g % 2 * 2], high = words[g / 2][g % 2 * 2 + 1];
-          const uint32_t a[4] = {low_pair(low), low_pair(high), high_pair(low), high_pair(high)};
-          const uint32_t b[4] = {low_pair(low >> 8), low_pair(high >> 8), high_pair(low >> 8), high_pair(high >> 8)};
-          const float scale = __uint_as_float(g % 2 == 0 ? low_scales[g / 2] << 16 : low_scales[g / 2] & 0xffff0000u);
-          const float below = __uint_as_float(g % 2 == 0 ? high_scales[g / 2] << 16 : high_scales[g / 2] & 0xffff0000u);
-          float sum[N][4];
-#pragma unroll
-          for (int nt = 0; nt < N; ++nt) {
-            const uint4 x = take(nt, g);
-            multiply_add(sum[nt], a, x.x, x.y, zero);
-            multiply_add(sum[nt], b, x.z, x.w, sum[nt]);
+#pragma unroll 1
+      for (int of_piece = 0; unit < end;) {
+        barrier_wait(landed_at + slot * 8, phase);
+        const uint32_t at = ring + slot * S::SLOT, scales = scales_of + piece * S::PIECE + of_piece * (WIDE * 16);
+        const int boxes = min(WIDE, (end - unit) / 2);
+#pragma unroll 1
+        for (int j = 0; j < boxes; ++j) multiply_box(at + j * stream::kBoxBytes, scales + j * 16, unit + 2 >= end);
+        __syncwarp();  // every lane has used what it read
+        if (elected()) barrier_arrive(landed_at + FREED + slot * 8);
+        if (KIND == INT4 && (++of_piece == S::SPAN || unit >= end)) {
+          of_piece = 0;
+          piece = piece + 1 == DEPTH ? 0 : piece + 1;
+        }
+        if (++slot == DEPTH) slot = 0, phase ^= 1;
+      }
+      if constexpr (SPLIT == 1) {
+#pragma unroll 1
+        for (int nt = 0; nt * kColumns < columns; ++nt) {
+          if constexpr (N > 1) {
+            const float4 t = totals[nt * kWarp];
+            total[0] = t.x, total[1] = t.y, total[2] = t.z, total[3] = t.w;
           }
-          give_back(g);
-#pragma unroll
-          for (int nt = 0; nt < N; ++nt) {
-#pragma unroll
-            for (int i = 0; i < VALUES; ++i) {
-              const int from = MODE == 0 ? i * 2 : i;
-              acc[nt][i] = __fmaf_rn(sum[nt][from], from < 2 ? scale : below, acc[nt][i]);
-            }
-          }
-          if (g % 4 == 3 && ++unit == segment_end) end_segments();
+          emit(tile, first + nt * kColumns, columns - nt * kColumns, of_shared, total);
         }
       } else {
-        uint4 w[2][2];
-#pragma unroll
-        for (int u = 0; u < 2; ++u)
-#pragma unroll
-          for (int r = 0; r < 2; ++r) w[u][r] = load_shared16(at + r * 1024 + (line ^ (u * 64)));
-#pragma unroll
-        for (int u = 0; u < 2; ++u) {
-          // Elements 8t..8t+7 of the rows, brought into the activations' order.
-          const uint4 low = in_order(w[u][0]), high = in_order(w[u][1]);
-          const uint32_t a[4] = {low.x, high.x, low.y, high.y}, b[4] = {low.z, high.z, low.w, high.w};
-#pragma unroll
-          for (int nt = 0; nt < N; ++nt) {
-            uint4 x = take(nt, u);
-            if constexpr (NATURAL) x = in_order(x);
-            float sum[4] = {};
-#pragma unroll
-            for (int i = 0; i < VALUES; ++i) sum[MODE == 0 ? i * 2 : i] = acc[nt][i];
-            multiply_add(sum, a, x.x, x.y, sum);
-            multiply_add(sum, b, x.z, x.w, sum);
-#pragma unroll
-            for (int i = 0; i < VALUES; ++i) acc[nt][i] = sum[MODE == 0 ? i * 2 : i];
-          }
-          give_back(u);
-          if (++unit == segment_end) end_segments();
-        }
-      }
-      if constexpr (AHEAD) b_alone = b_next;
-      else {
-#pragma unroll
-        for (int nt = 0; nt < N; ++nt) b_at[nt] += BOX;
+        if (part == 0 && lane == 0) summed[to] = make_int4(tile, first, columns, of_shared);
+        barrier_arrive(shared_address(full + to));
+        // Each tile is added up by one warp of the group, in turn, one tile later: by then the others have mostly come so far.
+        if (sequence > 0 && (sequence - 1) % SPLIT == part) reduce(sequence - 1);
+        ++sequence;
       }
     };
-#pragma unroll 1
-    for (int of_piece = 0; unit < end;) {
-      barrier_wait(landed_at + slot * 8, phase);
-      const uint32_t at = ring + slot * S::SLOT, scales = scales_of + piece * S::PIECE + of_piece * (WIDE * 16);
-      const int boxes = min(WIDE, (end - unit) / 2);
-#pragma unroll 1
-      for (int j = 0; j < boxes; ++j) multiply_box(at + j * stream::kBoxBytes, scales + j * 16, unit + 2 >= end);
-      __syncwarp();  // every lane has used what it read
-      if (elected()) barrier_arrive(freed_at + slot * 8);
-      if (KIND == INT4 && (++of_piece == S::SPAN || unit >= end)) {
-        of_piece = 0;
-        piece = piece + 1 == DEPTH ? 0 : piece + 1;
-      }
-      if (++slot == DEPTH) slot = 0, phase ^= 1;
-    }
-    if constexpr (SPLIT == 1) {
-#pragma unroll 1
-      for (int nt = 0; nt * kColumns < columns; ++nt) {
-        if constexpr (N > 1) {
-          const float4 t = totals[nt * kWarp];
-          total[0] = t.x, total[1] = t.y, total[2] = t.z, total[3] = t.w;
-        }
-        emit(tile, first + nt * kColumns, columns - nt * kColumns, of_shared, total);
-      }
-    } else {
-      if (part == 0 && lane == 0) summed[to] = make_int4(tile, first, columns, of_shared);
-      barrier_arrive(shared_address(full + to));
-      // Each tile is added up by one warp of the group, in turn, one tile later: by then the others have mostly come so far.
-      if (sequence > 0 && (sequence - 1) % SPLIT == part) reduce(sequence - 1);
-      ++sequence;
-    }
-  };
 
-  for (int count = 0;; ++count) {
-    barrier_wait(landed_at + slot * 8, phase);  // with its first slot an item is known
-    const BoxItem item = items[warp][count % kBoxItems];
-    if (item.columns == 0) break;
-    const bool of_shared = item.of_shared != 0;
-    const int tile = item.tile, first = item.first, columns = of_shared ? min(rows - first, S::SHARED_TURN) : item.columns;
-    const auto pick = [&](auto kind) {
-      if (columns <= kColumns / 2) {
-        run(kind, std::integral_constant<int, 0>{}, tile, first, columns, of_shared);
-      } else if (decltype(kind)::value == INT4 || S::MOST == 1 || columns <= kColumns) {
-        run(kind, std::integral_constant<int, 1>{}, tile, first, columns, of_shared);
-      } else {
-        run(kind, std::integral_constant<int, decltype(kind)::value == INT4 ? 1 : S::MOST>{}, tile, first, columns, of_shared);
-      }
-    };
-    if (of_shared || p.bf16) pick(std::integral_constant<WeightKind, BF16>{});
-    else pick(std::integral_constant<WeightKind, INT4>{});
+    for (int count = 0;; ++count) {
+      barrier_wait(landed_at + slot * 8, phase);  // with its first slot an item is known
+      const BoxItem item = items[warp][count % kBoxItems];
+      if (item.columns == 0) break;
+      const bool of_shared = item.of_shared != 0;
+      const int tile = item.tile, first = item.first, columns = of_shared ? min(live_rows() - first, S::SHARED_TURN) : item.columns;
+      const auto pick = [&](auto kind) {
+        if (columns <= kColumns / 2) {
+          run(kind, std::integral_constant<int, 0>{}, tile, first, columns, of_shared);
+        } else if (decltype(kind)::value == INT4 || S::MOST == 1 || columns <= kColumns) {
+          run(kind, std::integral_constant<int, 1>{}, tile, first, columns, of_shared);
+        } else {
+          run(kind, std::integral_constant<int, decltype(kind)::value == INT4 ? 1 : S::MOST>{}, tile, first, columns, of_shared);
+        }
+      };
+      if (of_shared || p.bf16) pick(std::integral_constant<WeightKind, BF16>{});
+      else pick(std::integral_constant<WeightKind, INT4>{});
+    }
+    if constexpr (SPLIT > 1) {
+      if (sequence > 0 && (sequence - 1) % SPLIT == part) reduce(sequence - 1);
+    }
   }
-  if constexpr (SPLIT > 1) {
-    if (sequence > 0 && (sequence - 1) % SPLIT == part) reduce(sequence - 1);
-  }
+  if constexpr (DOWN) combine(p.combine);
 #endif
 }
 

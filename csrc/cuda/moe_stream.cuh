@@ -8,6 +8,7 @@
 // sums of a group meet in shared memory while the warps are already at the next items.
 // Reduction order: stream.cuh with K = D for gate and up and K = I for down; no other row has a say.
 #pragma once
+#include "combine.cuh"
 #include "routes.cuh"
 #include "stream.cuh"
 
@@ -37,6 +38,7 @@ struct StreamMoeParams {
   int pairs;             // of columns that a group's sums have room for
   int max_rows;
   const int32_t* n_rows;
+  CombineParams combine;  // down
 };
 
 template <bool DOWN_, bool STAGED_, int SPLIT_, int NT_, int WARPS_, int UNITS_, int DEPTH_, int RESIDENT_>
@@ -79,6 +81,16 @@ __device__ __forceinline__ uint32_t kept(uint32_t v) {
 
 // Where in_order puts element i of a row.
 __device__ __forceinline__ int ordered_place(int i) { return i - i % 8 + (i % 8 < 4 ? i % 8 * 2 : i % 8 * 2 - 7); }
+
+// Finds the routes of the block's rows, and the items of one of its groups of warps: the first, and where they end. A call, so that it
+// takes no registers from the loop.
+template <typename S>
+__device__ __noinline__ int2 own_items(Routes<S::ROWS * kMostTopK>& routes, const StreamMoeParams& p, int tiles, int shared_tiles, int rows, int group) {
+  find_routes<S::TURN, S::WARPS * kWarp>(routes, p.ids + blockIdx.y * S::ROWS * p.top_k, rows, p.top_k);
+  const stream::Items all = stream::moe_items(gridDim.x, shared_tiles, (rows + S::TURN - 1) / S::TURN, p.shared_k, routes.turn[routes.found] * tiles, p.k, p.bf16);
+  const int block = blockIdx.x;
+  return make_int2(stream::first_item(all, block, S::GROUPS, group), stream::first_item(all, block, S::GROUPS, group + 1));
+}
 
 template <typename S>
 __global__ __launch_bounds__(S::WARPS* kWarp, KD_RESIDENT(S::RESIDENT)) void stream_moe_kernel(const __grid_constant__ StreamMoeParams p) {
@@ -205,10 +217,8 @@ __global__ __launch_bounds__(S::WARPS* kWarp, KD_RESIDENT(S::RESIDENT)) void str
 
   int item = 0;
   const auto share_out = [&]() {
-    find_routes(routes, p.ids + m0 * p.top_k, rows * p.top_k, S::TURN);
-    const stream::Items all = stream::moe_items(blocks, shared_tiles, (rows + S::TURN - 1) / S::TURN, p.shared_k, routes.turn[routes.found] * tiles, p.k, p.bf16);
-    item = stream::first_item(all, block, GROUPS, group), copy_end = stream::first_item(all, block, GROUPS, group + 1);
-    copy_item = item;
+    const int2 own = own_items<S>(routes, p, tiles, shared_tiles, rows, group);
+    item = copy_item = own.x, copy_end = own.y;
     if (early) {
       copy_turn = S::TURN < rows ? 1 : 0, copy_shared = group + (S::TURN < rows ? 0 : GROUPS);
     } else {
@@ -216,14 +226,15 @@ __global__ __launch_bounds__(S::WARPS* kWarp, KD_RESIDENT(S::RESIDENT)) void str
     }
   };
   // Before the wait one may read what is older than the launch before this one, which has itself waited: x and the count of rows, and
-  // the ids too, unless that launch is the router.
+  // the ids too, unless that launch is the router, which may also have normed the rows.
   rows = min(active_rows(p.n_rows, p.max_rows) - m0, S::ROWS);
   if (rows <= 0) {
     wait_for_previous();
     copy_wait<0>();
+    if constexpr (DOWN) combine(p.combine);
     return;
   }
-  if constexpr (!STAGED) share_out();
+  if constexpr (DOWN) share_out();
   if constexpr (STAGED) {
     const float* const x = p.x + static_cast<size_t>(m0) * p.k;
     square_rows<kSegments>(squares, x, p.k, rows, p.k, kUnitK<INT4>, 0);
@@ -231,7 +242,7 @@ __global__ __launch_bounds__(S::WARPS* kWarp, KD_RESIDENT(S::RESIDENT)) void str
     stage_normed_rows(staged, p.stride, x, p.k, rows, rows, p.k, 0, stream::padded(p.k), p.norm_w, inverse);
   }
   wait_for_previous();
-  if constexpr (STAGED) share_out();
+  if constexpr (!DOWN) share_out();
 
   // An output's sum over K for two columns: of weight row lane/4 in v[0] and v[1], of the one eight below in v[2] and v[3].
   const auto emit = [&](int tile, int first, int columns, bool of_shared, const float (&v)[4]) {
@@ -417,6 +428,7 @@ __global__ __launch_bounds__(S::WARPS* kWarp, KD_RESIDENT(S::RESIDENT)) void str
     if (sequence > 0 && (sequence - 1) % SPLIT == part) reduce(sequence - 1);
   }
   copy_wait<0>();
+  if constexpr (DOWN) combine(p.combine);
 }
 
 using StreamMoeKernel = void (*)(StreamMoeParams);
