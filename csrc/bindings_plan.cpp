@@ -6,9 +6,8 @@ namespace kdtree {
 namespace {
 
 // product: linear, normed for one with a norm, wide for one without where warpgroup products are known, gate_up or down. The variant as
-// `mt nt cl warps depth resident held shared`, shared in bytes a block; or of gate_up and down as `staged split nt warps units depth resident
-// shared`; or `wide shared`; or `generic`. gate_up_boxes and down_boxes are Hopper's: `staged split warps wide depth span resident shared`, or what
-// gate_up and down say.
+// `mt nt cl warps depth resident held shared`, shared in bytes a block; or `wide shared`; or `generic`. Of gate_up and down `stream shared`, and
+// of Hopper's, gate_up_boxes and down_boxes, `staged split warps wide depth span resident shared` where boxes serve.
 std::string product_plan(std::string product, bool int4, int64_t k, int64_t rows, bool paired, bool clusters, int64_t shared) {
   const bool wide = product == "wide", normed = product == "normed", boxes = product == "gate_up_boxes" || product == "down_boxes";
   if (wide || normed) product = "linear";
@@ -35,10 +34,7 @@ std::string product_plan(std::string product, bool int4, int64_t k, int64_t rows
     const stream::BoxVariant& v = down ? stream::kDownBoxes[at] : stream::kGateUpBoxes[at];
     return line({v.staged, v.split, v.warps, v.wide, v.depth, v.span, v.resident}, stream::box_shared(v, in, m));
   }
-  const int at = down ? stream::choose_down(device, in, m) : stream::choose_gate_up(device, in, m);
-  if (at < 0) return "generic";
-  const stream::MoeVariant& v = down ? stream::kDown[at] : stream::kGateUp[at];
-  return line({v.staged, v.split, v.nt, v.warps, v.units, v.depth, v.resident}, stream::moe_shared(v, in, m));
+  return stream::serves_moe(device, in, in, 1, 1) ? "stream " + std::to_string(stream::kMoeShared) : "generic";
 }
 
 int as_int(int64_t value, const char* what) {

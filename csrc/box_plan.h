@@ -19,6 +19,7 @@ struct BoxVariant {
 constexpr int kBoxBytes = 2048, kBoxScales = 256;  // 16 rows x 128 bytes, and int4's scales of them
 constexpr int kBoxK = 256;                         // elements of an int4 row's box; K is a multiple, whatever the kind
 constexpr int kSharedTiles = 4;                    // tiles of activation rows that the shared expert's weights meet at a time, unless staged or split
+constexpr int kSumSlots = 4;                       // tiles of a group of warps whose segments' sums meet at a time
 constexpr size_t kBoxAlign = 1024;                 // swizzled boxes begin at multiples
 constexpr size_t kBoxStatic = 20 << 10;            // static shared memory of the kernels, at most
 

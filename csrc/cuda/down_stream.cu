@@ -38,8 +38,6 @@ size_t CudaBackend::moe_scratch(int max_rows, int top_k, int experts, int inner,
 
 bool CudaBackend::down_stream(const MoeArgs& a) {
   if (!moe_streams(a)) return false;
-  const int variant = stream::choose_down(device_shape_, a.down.k, a.max_rows);
-  const stream::MoeVariant& v = stream::kDown[variant];
   const bool int4 = a.down.kind == WeightKind::kInt4;
   const MoeScratch scratch(a.scratch, a.max_rows, a.top_k, a.down.k, a.dim, a.gate.e);
   StreamMoeParams p{};
@@ -47,7 +45,7 @@ bool CudaBackend::down_stream(const MoeArgs& a) {
   p.rows = scratch.ordered, p.row_stride = stream::padded(a.down.k);
   p.data[0] = p.data[1] = a.down.data, p.scale[0] = p.scale[1] = a.down.scale, p.shared[0] = p.shared[1] = a.shared_down.data;
   p.n = a.down.n, p.shared_n = a.shared_down.n, p.step = a.down.step();
-  p.pairs = stream::column_pairs(a.max_rows), p.ids = a.ids, p.top_k = a.top_k, p.max_rows = a.max_rows, p.n_rows = a.n_rows;
+  p.ids = a.ids, p.top_k = a.top_k, p.max_rows = a.max_rows, p.n_rows = a.n_rows;
   p.act = static_cast<uint16_t*>(a.act), p.shared_act = static_cast<uint16_t*>(a.shared_act);
   p.products = scratch.products;
   p.combine = {p.products, a.weights, a.top_k, a.down.n, a.shared_down.n > 0, a.out, a.max_rows, a.n_rows, tickets_ + 1, stream::combining(a.max_rows)};
@@ -59,10 +57,8 @@ bool CudaBackend::down_stream(const MoeArgs& a) {
   if (const int in_boxes = choose_boxes(a, true); in_boxes >= 0) {
     launch_boxes(name, a, true, in_boxes, false, p);
   } else {
-    const StreamMoeKernel kernel = moe_kernel<true, stream::kDown>(variant);
-    const size_t shared = stream::moe_shared(v, a.down.k, a.max_rows);
-    const int blocks = resident_clusters(reinterpret_cast<const void*>(kernel), name, 1, v.warps * kWarp, shared), rows = stream::moe_rows(v.staged);
-    launch(name, kernel, dim3(blocks, (a.max_rows + rows - 1) / rows), v.warps * kWarp, shared, p);
+    const int blocks = resident_clusters(reinterpret_cast<const void*>(&stream_moe_kernel<true>), name, 1, kMoeThreads, stream::kMoeShared);
+    launch(name, stream_moe_kernel<true>, dim3(blocks, (a.max_rows + kMoeRows - 1) / kMoeRows), kMoeThreads, stream::kMoeShared, p);
   }
   return true;
 }

@@ -11,7 +11,7 @@
 #include <cuda.h>
 
 #include "../box_plan.h"
-#include "moe_stream.cuh"
+#include "moe_items.cuh"
 
 namespace kdtree {
 namespace cuda {
@@ -45,6 +45,19 @@ struct BoxMoeShape {
 
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ == 900
 
+// Barriers in shared memory. A wait for a phase gives back as soon as it has ended, and until the next one has.
+__device__ __forceinline__ void barrier_init(uint32_t at, uint32_t arrivals) {
+  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(at), "r"(arrivals) : "memory");
+}
+__device__ __forceinline__ void barrier_arrive(uint32_t at) {
+  asm volatile("{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0]; }" ::"r"(at) : "memory");
+}
+__device__ __forceinline__ void barrier_wait(uint32_t at, int phase) {
+  asm volatile(
+      "{ .reg .pred done;\n"
+      "again: mbarrier.try_wait.parity.shared.b64 done, [%0], %1;\n"
+      "@!done bra again; }" ::"r"(at), "r"(phase & 1) : "memory");
+}
 __device__ __forceinline__ void barrier_expect(uint32_t at, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(at), "r"(bytes) : "memory");
 }
@@ -216,7 +229,7 @@ __global__ __launch_bounds__(S::THREADS, S::RESIDENT) void box_moe_kernel(const 
     const float* const x = p.x + static_cast<size_t>(m0) * p.k;
     square_rows<kSegments>(squares, x, p.k, rows, p.k, kUnitK<INT4>, 0);
     inverse_rows<1, kSegments>(inverse, squares, rows, p.k, p.eps);
-    stage_normed_rows(staged, p.stride, x, p.k, rows, rows, p.k, 0, p.k, p.norm_w, inverse);
+    stage_normed_rows(staged, stream::staged_stride(p.k), x, p.k, rows, rows, p.k, 0, p.k, p.norm_w, inverse);
     __syncthreads();
   }
   if (copying) {
@@ -238,31 +251,19 @@ __global__ __launch_bounds__(S::THREADS, S::RESIDENT) void box_moe_kernel(const 
     if (!STAGED || !q.early) wait_for_previous();
 
     // Of a column: its sums over K for weight row lane/4 and for the one eight below.
-    const auto emit_column = [&](int tile, int first, int c, int columns, bool of_shared, float low, float high) {
+    const auto emit_at = [&](int tile, int first, int c, int columns, bool of_shared, float low, float high) {
       if (c >= columns) return;
-      const int n = of_shared ? p.shared_n : p.n, out = tile * OUTPUTS + lane / 4;
-      const int place = of_shared ? first + c : routes.place[first + c];
       if (!of_shared && !p.bf16) low = __fmul_rn(low, 4.f), high = __fmul_rn(high, 4.f);
-      if constexpr (DOWN) {
-        const int m = m0 + (of_shared ? place : place / p.top_k), choice = of_shared ? p.top_k : place % p.top_k;
-        float* const to = p.products + (static_cast<size_t>(m) * (p.top_k + 1) + choice) * p.n + out;
-        if (out < n) to[0] = low;
-        if (out + 8 < n) to[8] = high;
-      } else if (out < n) {
-        const bool up_first = of_shared ? q.shared_up_first : q.up_first;
-        const uint16_t y = round_bf16(__fmul_rn(silu(up_first ? high : low), up_first ? low : high));
-        const size_t row = static_cast<size_t>(m0) * (of_shared ? 1 : p.top_k) + place;
-        (of_shared ? p.shared_act : p.act)[row * n + out] = y;
-        if (!of_shared && p.ordered != nullptr) p.ordered[row * n + ordered_place(out)] = y;
-      }
+      const bool swap = !DOWN && (of_shared ? q.shared_up_first : q.up_first);
+      emit_column<DOWN>(p, m0, of_shared, of_shared ? first + c : routes.place[first + c], tile * OUTPUTS + lane / 4, swap ? high : low, swap ? low : high);
     };
     // Of up to four columns, which stand at the even places of a product, a lane has one; of more, two.
     const auto emit = [&](int tile, int first, int columns, bool of_shared, const auto& v) {
       if constexpr (sizeof v == 2 * sizeof(float)) {
-        emit_column(tile, first, lane % 4, columns, of_shared, v[0], v[1]);
+        emit_at(tile, first, lane % 4, columns, of_shared, v[0], v[1]);
       } else {
-        emit_column(tile, first, lane % 4 * 2, columns, of_shared, v[0], v[2]);
-        emit_column(tile, first, lane % 4 * 2 + 1, columns, of_shared, v[1], v[3]);
+        emit_at(tile, first, lane % 4 * 2, columns, of_shared, v[0], v[2]);
+        emit_at(tile, first, lane % 4 * 2 + 1, columns, of_shared, v[1], v[3]);
       }
     };
     // Where a lane's sums of a segment stand, of up to four columns and of more.
@@ -321,7 +322,7 @@ __global__ __launch_bounds__(S::THREADS, S::RESIDENT) void box_moe_kernel(const 
       for (int nt = 0; nt < N; ++nt) {
         const int c = first + min(MODE == 0 ? lane / 8 : nt * kColumns + lane / 4, columns - 1), place = of_shared ? c : routes.place[c];
         const int row = DOWN || of_shared ? place : place / p.top_k, from = begin * (kUnitK<KIND> * 2) + lane % 4 * 16;
-        b_at[nt] = STAGED ? shared_address(staged) + row * p.stride + from : static_cast<uint32_t>(row) * (stride * 2) + from;
+        b_at[nt] = STAGED ? shared_address(staged) + row * stream::staged_stride(p.k) + from : static_cast<uint32_t>(row) * (stride * 2) + from;
         if constexpr (AHEAD) b_alone = b_base + b_at[0];
       }
       const auto rows_at = [&](int nt, int byte) {
