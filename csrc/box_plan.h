@@ -21,7 +21,7 @@ constexpr int kBoxK = 256;                         // elements of an int4 row's 
 constexpr int kSharedTiles = 4;                    // tiles of activation rows that the shared expert's weights meet at a time, unless staged or split
 constexpr int kSumSlots = 4;                       // tiles of a group of warps whose segments' sums meet at a time
 constexpr size_t kBoxAlign = 1024;                 // swizzled boxes begin at multiples
-constexpr size_t kBoxStatic = 20 << 10;            // static shared memory of the kernels, at most
+KDTREE_BOTH constexpr size_t box_static(bool staged) { return (staged ? 7 : 20) << 10; }  // static shared memory of a kernel, at most
 
 KDTREE_BOTH constexpr int box_most(bool staged, int split) { return staged || split > 1 ? 1 : kSharedTiles; }
 constexpr int box_threads(int warps) { return (warps + 1) * 32; }  // one warp more copies
@@ -40,8 +40,8 @@ constexpr size_t box_shared(const BoxVariant& v, int k, int rows) {
 }
 
 // Measured in docs/kernels.md; the last of each fits any Hopper and any rows.
-constexpr BoxVariant kGateUpBoxes[] = {{true, 4, 8, 2, 2, 1, 2, 2}, {false, 1, 15, 2, 2, 1, 1, 64}};
-constexpr BoxVariant kDownBoxes[] = {{false, 2, 6, 2, 2, 1, 2, 2}, {false, 1, 15, 2, 2, 1, 1, 64}};
+constexpr BoxVariant kGateUpBoxes[] = {{true, 2, 6, 2, 3, 1, 2, 1}, {true, 2, 6, 2, 2, 1, 2, 2}, {false, 1, 7, 2, 2, 1, 2, 64}};
+constexpr BoxVariant kDownBoxes[] = {{false, 1, 7, 2, 2, 1, 2, 64}};
 
 // How a launch's workers share its items by bytes, as moe_items, in 32 bits: a worker's first of the others, of which the shared expert's items
 // cost `weight` sixteenths each, all turns of their rows included. Items are fewer than 2^26.
@@ -74,7 +74,7 @@ constexpr int choose_boxes(const BoxVariant (&table)[COUNT], const Device& devic
     const BoxVariant& v = table[i];
     if ((v.rows < rows && v.rows != moe_rows(false)) || !splits_at_boxes(v.split, k) || !splits_at_boxes(v.split, shared_k)) continue;
     // A multiprocessor keeps 1 KB of each block for itself.
-    if ((box_shared(v, k, rows) + kBoxStatic + 1024) * v.resident <= device.shared + 1024) return i;
+    if ((box_shared(v, k, rows) + box_static(v.staged) + 1024) * v.resident <= device.shared + 1024) return i;
   }
   return -1;
 }
