@@ -102,6 +102,19 @@ def test_a_variant_of_the_experts_fits(product: str, shared: int) -> None:
     assert plan("gate_up", DIM, 1).split()[0] == "1", "a row alone is normed where it is multiplied"
 
 
+def test_the_router_in_one_launch() -> None:
+    """Whether it serves does not depend on the rows; who waits for others leaves half of the places and more to them."""
+    for k in (64, 200, 7168, 8192):
+        for rows in WIDTHS:
+            choosing, combining, shared = map(int, plan("route", k, rows).split())
+            assert 1 <= choosing <= min(rows, 66)
+            assert 1 <= combining <= 66
+            assert shared <= HOPPER
+    assert [plan("route", 7168, m).split()[0] for m in (1, 16, 64, 500)] == ["1", "16", "64", "64"]
+    assert plan("route", 8200, 1) == "generic", "a row's segment is more than a warp holds"
+    assert plan("route", 100, 1) == "generic"
+
+
 def test_everything_else_is_for_the_generic_kernel() -> None:
     assert plan("linear", 100, 1) == "generic", "rows that are not whole sixteen bytes"
     assert library("cpu").product_plan("linear", True, 7168, 1, False, False, HOPPER) == "generic", "no clusters"
