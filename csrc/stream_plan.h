@@ -151,7 +151,7 @@ constexpr Variant kLinearInt4[] = {{2, 1, 1, 8, 3, 2, 1}, {1, 1, 1, 16, 4, 1, 1}
 constexpr Variant kLinearBf16[] = {{1, 1, 1, 8, 8, 2, 1}, {1, 1, 8, 8, 8, 2, 1}, {1, 2, 1, 16, 4, 1, 2}, {2, 2, 8, 8, 6, 2, 2},
                                    {2, 4, 8, 8, 5, 1, 4}, {2, 8, 8, 8, 4, 1, 8}, {1, 1, 8, 4, 4, 2, 1}};
 constexpr MoeVariant kGateUp[] = {{true, 2, 1, 16, 2, 3, 1, 2}, {true, 8, 1, 24, 1, 4, 1, 4},   {true, 1, 1, 16, 2, 2, 1, 8},
-                                  {false, 1, 2, 20, 1, 5, 1, 64}, {false, 1, 1, 16, 1, 4, 1, 64}};
+                                  {false, 1, 2, 24, 1, 5, 1, 64}, {false, 1, 1, 16, 1, 4, 1, 64}};
 constexpr MoeVariant kDown[] = {{false, 2, 1, 16, 2, 3, 1, 2}, {false, 1, 1, 32, 2, 2, 1, 8}, {false, 1, 1, 32, 1, 4, 1, 64}, {false, 1, 1, 16, 1, 4, 1, 64}};
 constexpr int kShort = 4096;  // int4 rows up to this are short enough for two blocks of eight warps; longer ones are one's with sixteen
 constexpr int kOwnNorm = 2;   // more rows are normed by the blocks of a cluster together, not by every block for itself

@@ -82,16 +82,6 @@ __device__ __forceinline__ uint32_t kept(uint32_t v) {
 // Where in_order puts element i of a row.
 __device__ __forceinline__ int ordered_place(int i) { return i - i % 8 + (i % 8 < 4 ? i % 8 * 2 : i % 8 * 2 - 7); }
 
-// Finds the routes of the block's rows, and the items of one of its groups of warps: the first, and where they end. A call, so that it
-// takes no registers from the loop.
-template <typename S>
-__device__ __noinline__ int2 own_items(Routes<S::ROWS * kMostTopK>& routes, const StreamMoeParams& p, int tiles, int shared_tiles, int rows, int group) {
-  find_routes<S::TURN, S::WARPS * kWarp>(routes, p.ids + blockIdx.y * S::ROWS * p.top_k, rows, p.top_k);
-  const stream::Items all = stream::moe_items(gridDim.x, shared_tiles, (rows + S::TURN - 1) / S::TURN, p.shared_k, routes.turn[routes.found] * tiles, p.k, p.bf16);
-  const int block = blockIdx.x;
-  return make_int2(stream::first_item(all, block, S::GROUPS, group), stream::first_item(all, block, S::GROUPS, group + 1));
-}
-
 template <typename S>
 __global__ __launch_bounds__(S::WARPS* kWarp, KD_RESIDENT(S::RESIDENT)) void stream_moe_kernel(const __grid_constant__ StreamMoeParams p) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ != 900
@@ -217,8 +207,10 @@ __global__ __launch_bounds__(S::WARPS* kWarp, KD_RESIDENT(S::RESIDENT)) void str
 
   int item = 0;
   const auto share_out = [&]() {
-    const int2 own = own_items<S>(routes, p, tiles, shared_tiles, rows, group);
-    item = copy_item = own.x, copy_end = own.y;
+    find_routes<S::TURN, S::WARPS * kWarp>(routes, p.ids + m0 * p.top_k, rows, p.top_k);
+    const stream::Items all = stream::moe_items(blocks, shared_tiles, (rows + S::TURN - 1) / S::TURN, p.shared_k, routes.turn[routes.found] * tiles, p.k, p.bf16);
+    item = stream::first_item(all, block, GROUPS, group), copy_end = stream::first_item(all, block, GROUPS, group + 1);
+    copy_item = item;
     if (early) {
       copy_turn = S::TURN < rows ? 1 : 0, copy_shared = group + (S::TURN < rows ? 0 : GROUPS);
     } else {
@@ -302,7 +294,7 @@ __global__ __launch_bounds__(S::WARPS* kWarp, KD_RESIDENT(S::RESIDENT)) void str
     uint32_t b_at[N];
     constexpr bool NATURAL = DOWN && KIND == BF16;  // act as it is
     const uint16_t* const base = NATURAL ? (of_shared ? p.shared_act : p.act) : p.rows;
-    const size_t base_row = static_cast<size_t>(m0) * (DOWN && !of_shared ? p.top_k : 1);
+    const uint32_t base_row = static_cast<uint32_t>(m0) * (DOWN && !of_shared ? p.top_k : 1);  // a step's rows are fewer than 2^32 elements
     const int stride = NATURAL ? k : p.row_stride;
     [[maybe_unused]] const uint16_t* const b_base = base + base_row * stride;
 #pragma unroll
