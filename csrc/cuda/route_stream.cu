@@ -211,7 +211,7 @@ bool CudaBackend::route_stream(const LinearArgs& a, const RouterArgs& r, const M
   reserve_shared(reinterpret_cast<const void*>(kernel), "router", shared);
   leave_cache(reinterpret_cast<const void*>(kernel), kLittleShared);
   launch("router", kernel, dim3(static_cast<unsigned>(p.choosing + blocks)), kThreads, shared, p);
-  ++(*counting_)["linear_bf16"], ++(*counting_)["linear_bf16_stream"];
+  ++(*counting_)["router_stream"];
   return true;
 }
 
