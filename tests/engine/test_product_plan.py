@@ -103,7 +103,7 @@ def test_a_variant_of_the_experts_fits(product: str, shared: int) -> None:
 
 
 def test_the_router_in_one_launch() -> None:
-    """Whether it serves does not depend on the rows; who waits for others leaves half of the places and more to them."""
+    """Whether it serves does not depend on the rows; who waits for others leaves half of the places to them."""
     for k in (64, 200, 7168, 8192):
         for rows in WIDTHS:
             choosing, combining, shared = map(int, plan("route", k, rows).split())
