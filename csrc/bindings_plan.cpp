@@ -5,7 +5,8 @@
 namespace kdtree {
 namespace {
 
-// product: linear, normed for one with a norm, wide for one without where warpgroup products are known, gate_up or down. The variant as
+// product: linear, normed for one with a norm, wide for one without where warpgroup products are known, gate_up or down. Or route, of 384
+// experts and 8 choices: `choosing combining shared`, the blocks that choose and those of down that combine. The variant as
 // `mt nt cl warps depth resident held shared`, shared in bytes a block; or `wide shared`; or `generic`. Of gate_up and down `stream shared`, and
 // of Hopper's, gate_up_boxes and down_boxes, `staged split warps wide depth span resident shared` where boxes serve.
 std::string product_plan(std::string product, bool int4, int64_t k, int64_t rows, bool paired, bool clusters, int64_t shared) {
@@ -21,6 +22,10 @@ std::string product_plan(std::string product, bool int4, int64_t k, int64_t rows
     return text + std::to_string(bytes);
   };
   if (!stream::serves(device, in)) return "generic";
+  if (product == "route") {
+    if (!stream::serves_route(device, in, 384, 1, 8)) return "generic";
+    return line({stream::choosing(device, m), stream::combining(m)}, stream::route_shared(in, m < stream::kOwnNorm ? m : stream::kOwnNorm, 0));
+  }
   if (wide && stream::serves_wide(device, kind, in, m, false)) return "wide " + std::to_string(stream::wide_shared(kind, in));
   if (product == "linear") {
     const int at = stream::choose_linear(device, kind, in, m, paired, normed);

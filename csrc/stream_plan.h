@@ -28,7 +28,7 @@ struct Variant {
 constexpr int kTileRows = 16, kColumns = 8, kSegments = 8;
 constexpr int kRingBytes = 1024 + 128;  // a tile's unit and its scales
 constexpr int kMostTopK = 16, kMostExperts = 1024;
-constexpr size_t kStatic = 10 << 10, kMoeStatic = 18 << 10;  // static shared memory of the kernels, at most
+constexpr size_t kStatic = 10 << 10, kMoeStatic = 16 << 10;  // static shared memory of the kernels, at most
 
 // Elements of K between segments of linear.
 constexpr int unit_of(WeightKind kind) { return kind == WeightKind::kInt4 ? 128 : 32; }
@@ -144,8 +144,10 @@ constexpr bool serves_moe(const Device& device, int k, int shared_k, int top_k, 
 }
 
 // The router's product and choice in one launch (route_stream.cu), for rows up to kMostRouted long: blocks that choose a row's experts, and
-// those of down that combine. They wait for the others of their launch, so they are few beside the places there are.
-constexpr int kMostChoosing = 64, kMostRouted = 8192;
+// those of down that combine. They wait for the others of their launch, so they leave half of a device's places and more to these.
+constexpr int kMostRouted = 8192;
+KDTREE_BOTH constexpr int at_most_half(int wanted, int places) { return wanted * 2 <= places ? wanted : places > 1 ? places / 2 : 1; }
+constexpr int choosing(const Device& device, int rows) { return at_most_half(rows < 64 ? rows : 64, device.multiprocessors); }
 constexpr int combining(int rows) { return rows <= 8 ? 16 : 32; }
 constexpr bool leaves_normed(int rows) { return rows > kOwnNorm; }  // in scratch, for gate and up
 // A block's segment of 16 bf16 weight rows and of the rows it norms itself; the choice takes the same place.

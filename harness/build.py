@@ -27,7 +27,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from harness import toolchain
 from harness.cells import INFRASTRUCTURE, PASSED
@@ -103,7 +102,7 @@ def build(
         with _exclusive(home / f".{device}-{key}.lock"):
             if not library.exists():  # another process may have been first
                 gnu = "Free Software Foundation" in compiler
-                _make(toolchain.extension(), files, flags, capabilities, final, precompile=gnu)
+                _make(files, flags, capabilities, final, precompile=gnu)
                 _drop_unused(home)
     except OSError as error:
         raise BuildError(f"{said(error)}; KDTREE_BUILD names another folder than {home}") from error
@@ -214,7 +213,6 @@ def _environment(changes: dict[str, str]) -> Iterator[None]:
 
 
 def _make(
-    extension: Any,
     files: Sequence[Path],
     flags: dict[str, list[str]],
     capabilities: Sequence[str],
@@ -241,8 +239,7 @@ def _make(
 
         changes["PATH"] = f"{ninja.BIN_DIR}{os.pathsep}{os.environ.get('PATH', '')}"
     common = [*flags["cxx"], *local]
-    compiler = str(extension.get_cxx_compiler())
-    ahead = _ahead(compiler, common, folder) if precompile else contextlib.nullcontext()
+    ahead = _ahead(toolchain.cxx(), common, folder) if precompile else contextlib.nullcontext()
     values = {
         "name": NAME,
         "sources": [str(p) for p in files],
@@ -257,15 +254,16 @@ def _make(
         "with_sycl": False,
         "is_standalone": False,
     }
-    # load() would also load what it built, which a sanitizer build or a machine without the GPU cannot.
-    compile_and_link = extension._write_ninja_file_and_build_library
-    known = inspect.signature(compile_and_link).parameters
 
     def made() -> str:
         return f"{len(list(folder.glob('*.o')))} are done"
 
     try:
         with _environment(changes), ahead, _progress(f"compiling {len(files)} files of csrc/", made):
+            # Importing torch takes a second and a half, in which the headers are read. load() would also load what it
+            # built, which a sanitizer build or a machine without the GPU cannot.
+            compile_and_link = toolchain.extension()._write_ninja_file_and_build_library
+            known = inspect.signature(compile_and_link).parameters
             compile_and_link(**{name: value for name, value in values.items() if name in known})
         for made_ahead in folder.glob(f"{AHEAD}*"):
             made_ahead.unlink()

@@ -64,9 +64,14 @@ def version_of(program: str) -> str:
     return done.stdout.strip()
 
 
+def cxx() -> str:
+    """The C++ compiler that cpp_extension will call, as a command."""
+    return os.environ.get("CXX", "c++")
+
+
 def compiler() -> str:
-    """Path and version of the compiler that cpp_extension will call."""
-    name = os.environ.get("CXX", "c++")
+    """Command, path and version of that compiler."""
+    name = cxx()
     found = shutil.which(name.split()[0] if name else "c++")
     if found is None:
         raise BuildError(

@@ -73,10 +73,10 @@ __device__ __forceinline__ void keep_groups(const RouterArgs& a, const ChoiceMem
   }
 }
 
-// Chooses for row m. logit(e): of expert e, asked for once by one thread. live: else it writes nothing but `memory`. Called by
-// kChoiceThreads threads; ends with no barrier.
+// Chooses for row m. logit(e): of expert e, asked for once by one thread. Called by kChoiceThreads
+// threads; ends with no barrier.
 template <typename Logit>
-__device__ __forceinline__ void choose_experts(const RouterArgs& a, int m, void* memory, bool live, const Logit& logit) {
+__device__ __forceinline__ void choose_experts(const RouterArgs& a, int m, void* memory, const Logit& logit) {
   constexpr int AHEAD = 2;  // of a thread's experts whose logits are on their way at a time
   const ChoiceMemory at(memory, a.experts, a.n_group, a.top_k);
   const int thread = threadIdx.x, warp = thread / kWarp, lane = thread % kWarp, subsets = (a.experts + kWarp - 1) / kWarp;
@@ -104,7 +104,6 @@ __device__ __forceinline__ void choose_experts(const RouterArgs& a, int m, void*
   }
   if (thread == 0) *at.count = 0;
   if (!__syncthreads_and(finite)) {
-    if (!live) return;
     if (thread == 0) record_fault(a.state, kFaultRouterNonFinite, m, a.layer);
     for (int j = thread; j < a.top_k; j += kChoiceThreads) {
       a.ids[m * a.top_k + j] = j;  // something in range for whatever runs before the host hears of it
@@ -154,7 +153,6 @@ __device__ __forceinline__ void choose_experts(const RouterArgs& a, int m, void*
       for (int i = 0; i < a.top_k; ++i) sum = __fadd_rn(sum, at.chosen[i]);
       weight = __fdiv_rn(weight, __fadd_rn(sum, 1e-20f));
     }
-    if (!live) break;
     a.ids[m * a.top_k + j] = at.taken[j];
     a.weights[m * a.top_k + j] = __fmul_rn(weight, a.scaling);
   }

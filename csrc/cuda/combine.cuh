@@ -2,6 +2,7 @@
 //
 // Bytes: the products once, from L2.
 #pragma once
+#include "../stream_plan.h"
 #include "tickets.cuh"
 
 namespace kdtree {
@@ -16,12 +17,12 @@ struct CombineParams {
   int max_rows;
   const int32_t* n_rows;
   Tickets* tickets;
-  int most;  // blocks that share it, where there are as many
+  int most;  // blocks that share it
 };
 
 // WIDTH outputs a thread at a time, 1 or 4.
 template <int WIDTH>
-__device__ __forceinline__ void combine_part(const CombineParams& c, int part, int parts, bool live) {
+__device__ __forceinline__ void combine_part(const CombineParams& c, int part, int parts) {
   using Group = std::conditional_t<WIDTH == 4, float4, float>;
   const int columns = c.dim / WIDTH, rows = active_rows(c.n_rows, c.max_rows), threads = blockDim.x;
   union Values {
@@ -52,24 +53,22 @@ __device__ __forceinline__ void combine_part(const CombineParams& c, int part, i
     }
 #pragma unroll
     for (int e = 0; e < WIDTH; ++e) out.v[e] = __fadd_rn(out.v[e], sum.v[e]);
-    if (live) *to = out.group;
+    *to = out.group;
   }
 }
 
 // Called by the whole block when all its products are written, by every block of the launch once.
 __device__ __forceinline__ void combine(const CombineParams& c) {
-  constexpr int kSoon = 8;  // blocks that are still to come: then there is no time for a rehearsal
-  __shared__ int before;
-  const int blocks = static_cast<int>(gridDim.x * gridDim.y), part = static_cast<int>(blockIdx.y * gridDim.x + blockIdx.x), most = min(c.most, blocks);
-  const int number = arrive(c.tickets);
+  const int blocks = static_cast<int>(gridDim.x * gridDim.y), part = static_cast<int>(blockIdx.y * gridDim.x + blockIdx.x);
+  const int most = stream::at_most_half(c.most, static_cast<int>(gridDim.x));
+  arrive(c.tickets);
   if (part >= most) return;
-  if (threadIdx.x == 0) before = number;
-  __syncthreads();
-  const bool wide = c.dim % 4 == 0 && reinterpret_cast<uintptr_t>(c.out) % 16 == 0;
-  rehearsed(before < blocks - kSoon, [&] { await(c.tickets, blocks, most); }, [&](bool live) {
-    if (wide) combine_part<4>(c, part, most, live);
-    else combine_part<1>(c, part, most, live);
-  });
+  await(c.tickets, blocks, most);
+  if (c.dim % 4 == 0 && reinterpret_cast<uintptr_t>(c.out) % 16 == 0) {
+    combine_part<4>(c, part, most);
+  } else {
+    combine_part<1>(c, part, most);
+  }
 }
 
 }  // namespace cuda

@@ -93,26 +93,23 @@ struct RowNorm {
 // Adds up the segments' sums of the block's rows and chooses their experts.
 __device__ __forceinline__ void choose(const Params& p, void* memory, int blocks) {
   const int rows = p.choice.max_rows, experts = p.choice.experts;
-  rehearsed(true, [&] {
-    wait_for_previous();
-    await(p.tickets, blocks, p.choosing);
-  }, [&](bool live) {
-    const int counted = live ? active_rows(&p.choice.state->n_rows, rows) : 1;
-    for (int m = live ? blockIdx.x : 0; m < counted; m += p.choosing) {
-      __syncthreads();  // everyone is done with the row before
-      choose_experts(p.choice, m, memory, live, [&](int e) {
-        const float* const from = p.parts + static_cast<size_t>(m) * experts + e;
-        float part[kSegments];
+  wait_for_previous();
+  int counted = load_early(&p.choice.state->n_rows);
+  await(p.tickets, blocks, p.choosing);
+  asm volatile("" : "+r"(counted));  // whose load nothing before this waits for
+  for (int m = blockIdx.x; m < min(counted, rows); m += p.choosing) {
+    __syncthreads();  // everyone is done with the row before
+    choose_experts(p.choice, m, memory, [&](int e) {
+      const float* const from = p.parts + static_cast<size_t>(m) * experts + e;
+      float part[kSegments];
 #pragma unroll
-        for (int s = 0; s < kSegments; ++s) part[s] = __ldcg(from + static_cast<size_t>(s) * rows * experts);
+      for (int s = 0; s < kSegments; ++s) part[s] = __ldcg(from + static_cast<size_t>(s) * rows * experts);
 #pragma unroll
-        for (int s = 1; s < kSegments; ++s) part[0] = __fadd_rn(part[0], part[s]);
-        if (!live) return static_cast<float>(e % 61);
-        p.logits[static_cast<size_t>(m) * experts + e] = part[0];
-        return part[0];
-      });
-    }
-  });
+      for (int s = 1; s < kSegments; ++s) part[0] = __fadd_rn(part[0], part[s]);
+      p.logits[static_cast<size_t>(m) * experts + e] = part[0];
+      return part[0];
+    });
+  }
 }
 
 // OWN: at most kOwnRows rows.
@@ -208,13 +205,13 @@ bool CudaBackend::route_stream(const LinearArgs& a, const RouterArgs& r, const M
   p.normed = scratch.normed, p.row_stride = stream::padded(w.k), p.stride = stream::staged_stride((units / kSegments + 1) * kUnitK<kKind>);
   p.parts = scratch.parts, p.logits = static_cast<float*>(a.out[0]), p.choice = r, p.tickets = tickets_;
   const int blocks = tiles * kSegments;
-  p.choosing = std::min(a.max_rows, stream::kMostChoosing);
+  p.choosing = stream::choosing(device_shape_, a.max_rows);
   const auto kernel = a.max_rows <= kOwnRows ? &route_kernel<true> : &route_kernel<false>;
   const size_t shared = stream::route_shared(w.k, std::min(a.max_rows, kOwnRows), ChoiceMemory::bytes(w.n, r.n_group, r.top_k));
   reserve_shared(reinterpret_cast<const void*>(kernel), "router", shared);
   leave_cache(reinterpret_cast<const void*>(kernel), kLittleShared);
   launch("router", kernel, dim3(static_cast<unsigned>(p.choosing + blocks)), kThreads, shared, p);
-  ++(*counting_)["linear_bf16"], ++(*counting_)["linear_bf16_stream"];
+  ++(*counting_)["router_stream"];
   return true;
 }
 

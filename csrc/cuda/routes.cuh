@@ -18,12 +18,13 @@ struct Routes {
   static constexpr int ROWS = PLACES / kMostTopK;
   static_assert(ROWS == 8 || ROWS == 64, "an expert's rows are a byte or two words");
 
-  int found;                     // distinct experts, ascending:
-  uint16_t expert[PLACES];       // [slot]
-  uint16_t start[PLACES + 1];    // [slot]: its part of `place`
-  uint16_t place[PLACES];        // row * top_k + choice, rows ascending
-  uint16_t first[kMostExperts];  // [expert]: `start` of its slot
-  int2 total[kWarp];             // [warp]: distinct experts; places and, above 16 bits, turns
+  int found;                   // distinct experts, ascending:
+  uint16_t expert[PLACES];     // [slot]
+  uint16_t start[PLACES + 1];  // [slot]: its part of `place`
+  union {
+    uint16_t place[PLACES];  // row * top_k + choice, rows ascending; before that:
+    int2 total[kWarp];       // [warp]: distinct experts; places and, above 16 bits, turns
+  };
   union {
     uint32_t chosen[kMostExperts * ROWS / 32];  // [expert]: a bit a row; until the turns are known:
     struct {
@@ -31,12 +32,17 @@ struct Routes {
       uint16_t slot[PLACES];      // [turn]
     };
   };
+  uint32_t set[kMostExperts / 32];    // distinct experts,
+  uint16_t below[kMostExperts / 32];  // and how many are in the words before
 
   // Rows of an expert: all, or those below `row`.
   __device__ __forceinline__ int rows_of(int expert, int row = ROWS) const {
-    const auto below = [](int bits) { return bits >= 32 ? 0xffffffffu : bits <= 0 ? 0u : (1u << bits) - 1; };
-    if constexpr (ROWS == 8) return __popc(chosen[expert / 4] >> (expert % 4 * 8) & below(row));
-    else return __popc(chosen[2 * expert] & below(row)) + __popc(chosen[2 * expert + 1] & below(row - 32));
+    const auto mask = [](int bits) { return bits >= 32 ? 0xffffffffu : bits <= 0 ? 0u : (1u << bits) - 1; };
+    if constexpr (ROWS == 8) return __popc(chosen[expert / 4] >> (expert % 4 * 8) & mask(row));
+    else return __popc(chosen[2 * expert] & mask(row)) + __popc(chosen[2 * expert + 1] & mask(row - 32));
+  }
+  __device__ __forceinline__ int slot_of(int expert) const {
+    return below[expert / 32] + __popc(set[expert / 32] & ((1u << expert % 32) - 1));
   }
 };
 
@@ -52,6 +58,7 @@ __device__ __forceinline__ void find_routes(Routes<PLACES>& r, const int32_t* id
   };
 #pragma unroll(AHEAD)
   for (int i = thread; i < kMostExperts * ROWS / 32; i += THREADS) r.chosen[i] = 0;
+  for (int i = thread; i < kMostExperts / 32; i += THREADS) r.set[i] = 0;
   meet();
 #pragma unroll(AHEAD)
   for (int i = thread; i < count; i += THREADS) {
@@ -59,6 +66,7 @@ __device__ __forceinline__ void find_routes(Routes<PLACES>& r, const int32_t* id
     KD_ASSERT(id >= 0 && id < kMostExperts, "moe: an expert id out of range");
     const int bit = id * ROWS + i / top_k;
     atomicOr(r.chosen + bit / 32, 1u << (bit % 32));
+    atomicOr(r.set + id / 32, 1u << (id % 32));
   }
   meet();
 
@@ -86,16 +94,17 @@ __device__ __forceinline__ void find_routes(Routes<PLACES>& r, const int32_t* id
 #pragma unroll 1
   for (int e = begin, at = slot, start = places & 0xffff; e < end; ++e) {
     const int n = r.rows_of(e);
+    if (e % 32 == 0) r.below[e / 32] = static_cast<uint16_t>(at);
     if (n == 0) continue;
     r.expert[at] = static_cast<uint16_t>(e), r.start[at++] = static_cast<uint16_t>(start);
-    r.first[e] = static_cast<uint16_t>(start), start += n;
+    start += n;
   }
   if (thread == 0) r.found = found, r.start[found] = static_cast<uint16_t>(count);
   meet();
 #pragma unroll(AHEAD)
   for (int i = thread; i < count; i += THREADS) {
     const int id = ids[i];
-    r.place[r.first[id] + r.rows_of(id, i / top_k)] = static_cast<uint16_t>(i);
+    r.place[r.start[r.slot_of(id)] + r.rows_of(id, i / top_k)] = static_cast<uint16_t>(i);
   }
   meet();
 #pragma unroll 1

@@ -28,10 +28,10 @@ __device__ __forceinline__ void ticket_wait(const unsigned* at, int all) {
   } while (static_cast<int>(seen) < all);
 }
 
-// The block has done its part. Tells thread 0 how many had before.
-__device__ __forceinline__ int arrive(Tickets* tickets) {
+// The block has done its part.
+__device__ __forceinline__ void arrive(Tickets* tickets) {
   __syncthreads();  // one thread publishes for all
-  return threadIdx.x == 0 ? ticket_add(&tickets->arrived, 1) : 0;
+  if (threadIdx.x == 0) ticket_add(&tickets->arrived, 1);
 }
 
 // Waits for `blocks` to have arrived; then the block sees what they wrote. Called by the whole block, by `waiting` blocks of the launch.
@@ -52,17 +52,6 @@ __device__ __forceinline__ void meet_ahead(Tickets* tickets, int count, int all)
     ticket_wait(&tickets->ahead, all);
   }
   __syncthreads();
-}
-
-// A launch fetches its code anew, which costs more than running it once. Who has to wait may meanwhile do what comes then with no effect,
-// for its code to be there. f(live): the same both times; wait(): between.
-template <typename Wait, typename Do>
-__device__ __forceinline__ void rehearsed(bool rehearse, const Wait& wait, const Do& f) {
-#pragma unroll 1
-  for (int pass = rehearse ? 0 : 1; pass < 2; ++pass) {
-    if (pass == 1) wait();
-    f(pass == 1);
-  }
 }
 
 }  // namespace cuda

@@ -6,6 +6,7 @@ of the sum of magnitudes. With a norm a value may round to the neighbouring bf16
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -38,9 +39,12 @@ class Device:
         with named_errors():
             getattr(self.lib, name)(self.handle, *arguments)
 
-    def counted(self, name: str) -> int:
+    def counters(self) -> Counter[str]:
         lines = (line.split() for line in self.lib.backend_counters(self.handle).splitlines())
-        return {key: int(count) for key, count in lines}.get(name, 0)
+        return Counter({key: int(count) for key, count in lines})
+
+    def counted(self, name: str) -> int:
+        return self.counters()[name]
 
     def normal(self, *shape: int) -> torch.Tensor:
         return torch.empty(shape, device="cuda").normal_(generator=self.generator)
@@ -269,7 +273,7 @@ def test_moe_wherever_gate_and_up_lie(device: Device, up_first: bool, scales_fir
 
 ROUTED = [
     (1024, 96, 96, 40, 4, 1, 1),
-    (2048, 64, 0, 300, 8, 1, 1),
+    (2048, 128, 0, 300, 8, 1, 1),
     (3072, 32, 32, 24, 3, 6, 2),
     (200, 104, 72, 20, 4, 1, 1),
 ]
@@ -316,9 +320,11 @@ def test_routed_moe(device: Device, kind: str, sizes: tuple[int, ...], ties: boo
         assert int(step[8]) == 0
         return [logits, ids, weights, out]
 
-    before = device.counted("router")
+    before = device.counters()
     whole = run(torch.arange(m).cuda(), m, routed=True)
-    assert device.counted("router") == before + 1
+    launches = {name: n for name, n in (device.counters() - before).items() if not name.endswith("_stream")}
+    held = kind == "bf16" or inner % 128 == 0  # else down brings act into the order of nibbles
+    assert sum(launches.values()) == (3 if held else 4), launches
     parts = run(torch.arange(m).cuda(), m, routed=False)
     if dim % 1024 == 0:
         assert all(same(a, b) for a, b in zip(whole, parts, strict=True))

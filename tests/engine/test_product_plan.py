@@ -10,7 +10,7 @@ import pytest
 from engine.library import library
 
 HOPPER, BLACKWELL = 232448, 101376  # bytes of shared memory a block may have on sm_90 and sm_120
-STATIC = 18432  # of moe's kernels, at most
+STATIC = 16384  # of moe's kernels, at most
 BOX_STATIC = {1: 7168, 0: 20480}  # of those for Hopper, staged or not
 PRODUCTS = [
     ("linear", False),
@@ -139,6 +139,19 @@ def test_every_item_in_boxes_is_one_groups(blocks: int, groups: int) -> None:
         own = np.bincount(np.arange(shared) % blocks, minlength=blocks)
         work = 16 * sizes.reshape(blocks, groups).sum(1) + own * weight
         assert work.max() <= max(work.mean(), (own * weight).max()) + weight + 32
+
+
+def test_the_router_in_one_launch() -> None:
+    """Whether it serves does not depend on the rows; who waits for others leaves half of the places to them."""
+    for k in (64, 200, 7168, 8192):
+        for rows in WIDTHS:
+            choosing, combining, shared = map(int, plan("route", k, rows).split())
+            assert 1 <= choosing <= min(rows, 66)
+            assert 1 <= combining <= 66
+            assert shared <= HOPPER
+    assert [plan("route", 7168, m).split()[0] for m in (1, 16, 64, 500)] == ["1", "16", "64", "64"]
+    assert plan("route", 8200, 1) == "generic", "a row's segment is more than a warp holds"
+    assert plan("route", 100, 1) == "generic"
 
 
 def test_everything_else_is_for_the_generic_kernel() -> None:

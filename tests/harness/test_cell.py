@@ -25,6 +25,7 @@ from harness.runner import Runner
 from harness.sources import ROOT
 from refs.model import Model
 
+pytestmark = pytest.mark.usefixtures("remembered")
 WIDTHS = {"MAX_ROWS": widths.MAX_ROWS, "PATHS": widths.PATHS, "DEPTH": widths.DEPTH}
 AR, TREE = Point("fp32", "ar", "micro", "", "cpu"), Point("int4", "ddtree", "micro", "noisy", "cpu")
 
