@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from engine.library import library
@@ -189,6 +190,10 @@ def _turns(rng: np.random.Generator, rows: int, turn: int) -> list[int]:
     return [-(-int(n) // turn) for n in chosen if n > 0]
 
 
+def _in_order(rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    return rows[np.lexsort(rows.T[::-1])]
+
+
 @pytest.mark.parametrize("down", [False, True])
 @pytest.mark.parametrize(("blocks", "groups"), [(1, 1), (15, 2), (132, 4), (132, 16), (132, 24), (264, 8)])
 def test_every_item_of_the_experts_is_one_workers(blocks: int, groups: int, down: bool) -> None:
@@ -200,9 +205,9 @@ def test_every_item_of_the_experts_is_one_workers(blocks: int, groups: int, down
         shared = tiles if around else 0
         given = (blocks, groups, tiles, shared, shared_turns, k, turns, k, False)
         found = np.array(library("cpu").expert_work(*given), np.int64).reshape(-1, 4)
-        want = [(-1, tile, t) for tile in range(shared) for t in range(shared_turns)]
-        want += [(e, tile, t) for e, count in enumerate(turns) for tile in range(tiles) for t in range(count)]
-        assert sorted(map(tuple, found[:, 1:].tolist())) == sorted(want)
+        of_all = [(-1, shared, shared_turns), *((e, tiles, count) for e, count in enumerate(turns))]
+        want = np.concatenate([np.indices((1, t, c)).reshape(3, -1).T + np.array([e, 0, 0]) for e, t, c in of_all])
+        assert np.array_equal(_in_order(found[:, 1:]), _in_order(want))
         cost = np.where(found[:, 1] < 0, 32, 9)
         tile_cost = max(32 * shared_turns if around else 0, 9)  # of what is never cut: all turns of the shared expert
         work = np.bincount(found[:, 0], cost, blocks * groups)
