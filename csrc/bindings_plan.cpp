@@ -1,18 +1,21 @@
 // torch.ops.kdtree: what stream_plan.h decides, on any machine and for any device's sizes, for tests.
 #include "bindings.h"
-#include "stream_plan.h"
+#include "box_plan.h"
 
 namespace kdtree {
 namespace {
 
-// product: linear, normed for one with a norm, wide and whole where warpgroup products are known, whole with one tile of weights, gate_up or
-// down. The variant as
-// `mt nt cl warps depth resident held shared`, shared in bytes a block; or of gate_up and down as `staged split nt warps units depth resident
-// shared`; or `wide shared` or `whole shared`; or `generic`.
+// product: linear, normed for one with a norm, wide and whole where warpgroup products are known,
+// whole with one tile of weights, gate_up or down. Or route, of 384
+// experts and 8 choices: `choosing combining shared`, the blocks that choose and those of down that combine. The variant as
+// `mt nt cl warps depth resident held shared`, shared in bytes a block; or `wide shared` or `whole shared`; or `generic`. Of gate_up and down `stream shared`, and
+// of Hopper's, gate_up_boxes and down_boxes, `staged split warps wide depth span resident shared` where boxes serve.
 std::string product_plan(std::string product, bool int4, int64_t k, int64_t rows, bool paired, bool clusters, int64_t shared) {
   const bool whole = product == "whole", wide = whole || product == "wide", normed = product == "normed";
+  const bool boxes = product == "gate_up_boxes" || product == "down_boxes";
   if (wide || normed) product = "linear";
-  const stream::Device device{clusters, 132, static_cast<size_t>(shared), wide};
+  if (boxes) product.resize(product.size() - std::string("_boxes").size());
+  const stream::Device device{clusters, 132, static_cast<size_t>(shared), wide || boxes};
   const WeightKind kind = int4 ? WeightKind::kInt4 : WeightKind::kBf16;
   const int in = static_cast<int>(k), m = static_cast<int>(rows);
   const auto line = [](std::initializer_list<int> shape, size_t bytes) {
@@ -21,7 +24,11 @@ std::string product_plan(std::string product, bool int4, int64_t k, int64_t rows
     return text + std::to_string(bytes);
   };
   if (!stream::serves(device, in)) return "generic";
-  if (stream::serves_wide(device, kind, in, m)) {
+  if (product == "route") {
+    if (!stream::serves_route(device, in, 384, 1, 8)) return "generic";
+    return line({stream::choosing(device, m), stream::combining(m)}, stream::route_shared(in, m < stream::kOwnNorm ? m : stream::kOwnNorm, 0));
+  }
+  if (wide && stream::serves_wide(device, kind, in, m)) {
     if (whole && stream::serves_whole(device, kind, in, 1)) return "whole " + std::to_string(stream::whole_shared());
     return "wide " + std::to_string(stream::wide_shared(kind, in));
   }
@@ -33,10 +40,11 @@ std::string product_plan(std::string product, bool int4, int64_t k, int64_t rows
   }
   const bool down = product == "down";
   need(down || product == "gate_up", "product", "is not linear, gate_up or down");
-  const int at = down ? stream::choose_down(device, in, m) : stream::choose_gate_up(device, in, m);
-  if (at < 0) return "generic";
-  const stream::MoeVariant& v = down ? stream::kDown[at] : stream::kGateUp[at];
-  return line({v.staged, v.split, v.nt, v.warps, v.units, v.depth, v.resident}, stream::moe_shared(v, in, m));
+  if (const int at = down ? stream::choose_down_boxes(device, in, in, m) : stream::choose_gate_up_boxes(device, in, m); at >= 0) {
+    const stream::BoxVariant& v = down ? stream::kDownBoxes[at] : stream::kGateUpBoxes[at];
+    return line({v.staged, v.split, v.warps, v.wide, v.depth, v.span, v.resident}, stream::box_shared(v, in, m));
+  }
+  return stream::serves_moe(device, in, in, 1, 1) ? "stream " + std::to_string(stream::kMoeShared) : "generic";
 }
 
 int as_int(int64_t value, const char* what) {
@@ -87,6 +95,22 @@ std::vector<int64_t> product_segments(int64_t k, int64_t granule, int64_t cluste
   return found;
 }
 
+// Who has which of a launch's others on Hopper: the first item of each block, and within it of each group; the launch's end last.
+std::vector<int64_t> box_work(int64_t blocks, int64_t groups, int64_t shared, int64_t weight, int64_t count) {
+  need(blocks > 0 && groups > 0, "blocks, groups", "are not positive");
+  const int in_blocks = as_int(blocks, "blocks"), in_groups = as_int(groups, "groups"), around = as_int(shared, "shared");
+  const int w = as_int(weight, "weight"), all = as_int(count, "count");
+  std::vector<int64_t> found;
+  for (int b = 0; b < in_blocks; ++b) {
+    const int first = stream::first_box_item(all, around, w, in_blocks, b), end = stream::first_box_item(all, around, w, in_blocks, b + 1);
+    for (int g = 0; g < in_groups; ++g) {
+      found.push_back(first + stream::first_box_item(end - first, stream::shared_items(around, in_blocks, b), w, in_groups, g));
+    }
+  }
+  found.push_back(stream::first_box_item(all, around, w, in_blocks, in_blocks));
+  return found;
+}
+
 int64_t weight_byte(int64_t first, int64_t row, int64_t groups, int64_t group, int64_t bytes) {
   need(first >= 0, "first", "is negative");
   return static_cast<int64_t>(stream::byte_at(static_cast<size_t>(first), as_int(row, "row"), as_int(groups, "groups"),
@@ -99,6 +123,7 @@ int64_t weight_byte(int64_t first, int64_t row, int64_t groups, int64_t group, i
 KDTREE_LIBRARY_FRAGMENT(KDTREE_LIBRARY, m) {
   m.def("product_plan(str product, bool int4, int k, int rows, bool paired, bool clusters, int shared) -> str");
   m.def("expert_work(int blocks, int groups, int tiles, int shared_tiles, int shared_turns, int shared_k, int[] turns, int k, bool bf16) -> int[]");
+  m.def("box_work(int blocks, int groups, int shared, int weight, int count) -> int[]");
   m.def("product_segments(int k, int granule, int cluster) -> int[]");
   m.def("weight_byte(int first, int row, int groups, int group, int bytes) -> int");
 }
@@ -106,6 +131,7 @@ KDTREE_LIBRARY_FRAGMENT(KDTREE_LIBRARY, m) {
 KDTREE_LIBRARY_IMPL(KDTREE_LIBRARY, m) {
   m.impl("product_plan", kdtree::boxed<kdtree::product_plan>);
   m.impl("expert_work", kdtree::boxed<kdtree::expert_work>);
+  m.impl("box_work", kdtree::boxed<kdtree::box_work>);
   m.impl("product_segments", kdtree::boxed<kdtree::product_segments>);
   m.impl("weight_byte", kdtree::boxed<kdtree::weight_byte>);
 }

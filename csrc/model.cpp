@@ -190,8 +190,8 @@ void Forward::show(const Tap& tap, const std::string& name, const void* part, in
   tap(name, whole.get(), dim, element);
 }
 
-void Forward::linear(int width, const void* x, const float* norm, double eps,
-                     std::vector<std::pair<const Weight*, void*>> parts, Epilogue epilogue) {
+LinearArgs Forward::product(int width, const void* x, const float* norm, double eps,
+                            const std::vector<std::pair<const Weight*, void*>>& parts, Epilogue epilogue) {
   LinearArgs a{};
   a.x = x;
   a.ldx = parts[0].first->k;
@@ -208,7 +208,12 @@ void Forward::linear(int width, const void* x, const float* norm, double eps,
   a.max_rows = width;
   a.n_rows = n_rows();
   a.numerics = numerics_;
-  backend_.linear(a);
+  return a;
+}
+
+void Forward::linear(int width, const void* x, const float* norm, double eps,
+                     const std::vector<std::pair<const Weight*, void*>>& parts, Epilogue epilogue) {
+  backend_.linear(product(width, x, norm, eps, parts, epilogue));
 }
 
 void Forward::layers(int width, int max_keys, const Tap* tap, int kv_len, const AfterLayer* after) {
@@ -296,19 +301,19 @@ void Forward::moe(int layer, int width, const Tap* tap) {
   const LayerWeights& w = weights_.layers[layer];
   const ModelConfig& c = config_;
   const int k = c.num_experts_per_tok;
-  linear(width, x_.f32(), w.mlp_norm, c.rms_norm_eps, {{&w.router, router_logits_.f32()}}, Epilogue::kStore);
-  backend_.router({router_logits_.f32(), w.router_bias, c.n_routed_experts, k, c.n_group, c.topk_group, c.norm_topk_prob != 0,
-                   static_cast<float>(c.routed_scaling_factor), ids_.i32(), expert_weights_.f32(), layer, width, state()});
+  const LinearArgs scores = product(width, x_.f32(), w.mlp_norm, c.rms_norm_eps, {{&w.router, router_logits_.f32()}}, Epilogue::kStore);
+  const RouterArgs choice{router_logits_.f32(), w.router_bias, c.n_routed_experts, k, c.n_group, c.topk_group, c.norm_topk_prob != 0,
+                          static_cast<float>(c.routed_scaling_factor), ids_.i32(), expert_weights_.f32(), layer, width, state()};
   MoeArgs experts{x_.f32(), c.hidden_size, w.mlp_norm, static_cast<float>(c.rms_norm_eps), ids_.i32(), expert_weights_.f32(), k,
                   w.expert_gate, w.expert_up, w.expert_down, w.shared_gate, w.shared_up, w.shared_down, expert_act_.get(),
                   shared_act_.get(), residual(), scratch(), width, n_rows(), numerics_};
   if (alone()) {
-    backend_.moe(experts);
+    backend_.routed_moe(scores, choice, experts);
   } else {
     experts.phase = MoePhase::kGateUp;
     experts.act = act_part_.get();
     experts.shared_act = static_cast<char*>(act_part_.get()) + operand() * static_cast<size_t>(width) * k * share(c.moe_intermediate_size);
-    backend_.moe(experts);
+    backend_.routed_moe(scores, choice, experts);
     backend_.expect(w.expert_down, ids_.i32(), k);  // the first row's: the only one's when a step has one
     expect({&w.shared_down});
     gather_acts(width);

@@ -155,7 +155,9 @@ class Forward {
   void attention(int layer, int width, int max_keys, const Tap* tap, int kv_len);
   void dense(int layer, int width, const Tap* tap);
   void moe(int layer, int width, const Tap* tap);
-  void linear(int width, const void* x, const float* norm, double eps, std::vector<std::pair<const Weight*, void*>> parts,
+  LinearArgs product(int width, const void* x, const float* norm, double eps, const std::vector<std::pair<const Weight*, void*>>& parts,
+                     Epilogue epilogue);
+  void linear(int width, const void* x, const float* norm, double eps, const std::vector<std::pair<const Weight*, void*>>& parts,
               Epilogue epilogue);
   // This rank's part of the residual stream: what products are added to. Alone it is the whole.
   float* residual() const { return alone() ? x_.f32() : x_part_.f32(); }

@@ -343,6 +343,12 @@ class Backend {
   }
   virtual void router(const RouterArgs&) = 0;
   virtual void moe(const MoeArgs&) = 0;
+  // The router's product, its choice and the experts (or their gate and up), which then need not be operations of their own.
+  virtual void routed_moe(const LinearArgs& product, const RouterArgs& choice, const MoeArgs& experts) {
+    linear(product);
+    router(choice);
+    moe(experts);
+  }
   virtual void unshard(const UnshardArgs&) = 0;
   virtual void checksum(const ChecksumArgs&) = 0;
   virtual void select(const SelectArgs&) = 0;

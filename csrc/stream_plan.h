@@ -25,20 +25,10 @@ struct Variant {
   int mt, nt, cl, warps, depth, resident, held;
 };
 
-// The same for moe. staged: all rows of the step stand in shared memory, which takes gate and up and at most kColumns rows; else lanes
-// read them from L1 and L2. split: warps that share a tile's K, 1 or kSegments. An expert's rows take turns of nt tiles, which read its
-// weights again. A slot of a warp's ring holds `units`, 1 or 2: 64 or 128 bytes of each row.
-// rows: up to how many it is the choice.
-struct MoeVariant {
-  bool staged;
-  int split, nt, warps, units, depth, resident, rows;
-};
-
 constexpr int kTileRows = 16, kColumns = 8, kSegments = 8;
 constexpr int kRingBytes = 1024 + 128;  // a tile's unit and its scales
 constexpr int kMostTopK = 16, kMostExperts = 1024;
-constexpr size_t kStatic = 10 << 10, kMoeStatic = 14 << 10;  // static shared memory of the kernels, at most
-constexpr int kSumSlots = 4;            // tiles of a group of warps whose segments' sums meet at a time
+constexpr size_t kStatic = 10 << 10, kMoeStatic = 16 << 10;  // static shared memory of the kernels, at most
 
 // Elements of K between segments of linear.
 constexpr int unit_of(WeightKind kind) { return kind == WeightKind::kInt4 ? 128 : 32; }
@@ -100,7 +90,7 @@ constexpr int staged_length(int k, int cl, int granule) {
   return (granules * segments + kSegments - 1) / kSegments * granule;
 }
 // Bytes between two staged activation rows of k elements: an odd number of 64-byte lines, so that two rows lie in all banks.
-constexpr int staged_stride(int k) { return k * 2 + (k / 32 % 2 == 0 ? 64 : 0); }
+KDTREE_BOTH constexpr int staged_stride(int k) { return k * 2 + (k / 32 % 2 == 0 ? 64 : 0); }
 
 constexpr size_t kZeros = 256;  // a unit's bytes of activations for columns that have no row
 
@@ -116,17 +106,11 @@ constexpr size_t linear_shared(const Variant& v, WeightKind kind, int k, int row
 // A row of k elements in whole units of int4.
 KDTREE_BOTH constexpr int padded(int k) { return (k + 127) / 128 * 128; }
 
-constexpr int moe_rows(bool staged) { return staged ? kColumns : 64; }  // rows of the step a launch serves at a time
-constexpr int moe_outputs(bool down) { return down ? kTileRows : kTileRows / 2; }  // of an item
-// Where segments' sums meet: of a group's tiles, 16 rows by two columns a pair, or, with several tiles of activations, of a warp's own.
-KDTREE_BOTH constexpr int moe_sum_bytes(int split, int nt, int warps, int pairs) {
-  return split > 1 ? warps / split * kSumSlots * kSegments * pairs * 128 : nt > 1 ? warps * nt * 512 : 0;
-}
-KDTREE_BOTH constexpr int column_pairs(int rows) { return rows < kColumns ? (rows + 1) / 2 : kColumns / 2; }
-constexpr size_t moe_shared(const MoeVariant& v, int k, int rows) {
-  return static_cast<size_t>(v.warps) * v.depth * v.units * kRingBytes + moe_sum_bytes(v.split, v.nt, v.warps, column_pairs(rows)) +
-         (v.staged ? static_cast<size_t>(rows) * staged_stride(padded(k)) : 0);
-}
+KDTREE_BOTH constexpr int moe_rows(bool staged) { return staged ? kColumns : 64; }  // rows of the step a launch serves at a time
+KDTREE_BOTH constexpr int moe_outputs(bool down) { return down ? kTileRows : kTileRows / 2; }  // of an item
+// The experts' kernels for every device: warps of a block, and units that the ring of each holds.
+constexpr int kMoeWarps = 16, kMoeDepth = 4;
+constexpr size_t kMoeShared = static_cast<size_t>(kMoeWarps) * kMoeDepth * kRingBytes;
 
 // linear for 17 to 64 rows by warpgroup products (linear_wide.cu): a block has a segment of K, each of its warpgroups one tile of 64 weight
 // rows after the other, a warp sixteen of them. Activations of kWideChunk of K are put in order at a time, beside the next ones as they come.
@@ -172,16 +156,31 @@ constexpr Variant kLinearInt4[] = {{2, 1, 1, 8, 3, 2, 1}, {1, 1, 1, 16, 4, 1, 1}
                                    {1, 2, 8, 8, 7, 2, 2}, {2, 4, 8, 8, 5, 1, 4},  {2, 8, 8, 8, 4, 1, 8},  {1, 1, 8, 4, 4, 2, 1}};
 constexpr Variant kLinearBf16[] = {{1, 1, 1, 8, 8, 2, 1}, {1, 1, 8, 8, 8, 2, 1}, {1, 2, 1, 16, 4, 1, 2}, {2, 2, 8, 8, 6, 2, 2},
                                    {2, 4, 8, 8, 5, 1, 4}, {2, 8, 8, 8, 4, 1, 8}, {1, 1, 8, 4, 4, 2, 1}};
-constexpr MoeVariant kGateUp[] = {{true, 2, 1, 16, 2, 3, 1, 2}, {true, 8, 1, 24, 1, 4, 1, 4},   {true, 1, 1, 16, 2, 2, 1, 8},
-                                  {false, 1, 2, 24, 1, 5, 1, 64}, {false, 1, 1, 16, 1, 4, 1, 64}};
-constexpr MoeVariant kDown[] = {{false, 2, 1, 16, 2, 3, 1, 2}, {false, 1, 1, 32, 2, 2, 1, 8}, {false, 1, 1, 32, 1, 4, 1, 64}, {false, 1, 1, 16, 1, 4, 1, 64}};
 constexpr int kShort = 4096;  // int4 rows up to this are short enough for two blocks of eight warps; longer ones are one's with sixteen
 constexpr int kOwnNorm = 2;   // more rows are normed by the blocks of a cluster together, not by every block for itself
 
 // Whether rows of k values can be copied sixteen bytes at a time.
 constexpr bool serves(const Device& device, int k) { return device.clusters && k > 0 && k % 8 == 0; }
 constexpr bool serves_moe(const Device& device, int k, int shared_k, int top_k, int experts) {
-  return serves(device, k) && shared_k % 8 == 0 && top_k <= kMostTopK && experts <= kMostExperts;
+  return serves(device, k) && shared_k % 8 == 0 && top_k <= kMostTopK && experts <= kMostExperts && kMoeShared + kMoeStatic <= device.shared;
+}
+
+// The router's product and choice in one launch (route_stream.cu), for rows up to kMostRouted long: blocks that choose a row's experts, and
+// those of down that combine. They wait for the others of their launch, so they leave half of a device's places and more to these.
+constexpr int kMostRouted = 8192;
+KDTREE_BOTH constexpr int at_most_half(int wanted, int places) { return wanted * 2 <= places ? wanted : places > 1 ? places / 2 : 1; }
+constexpr int choosing(const Device& device, int rows) { return at_most_half(rows < 64 ? rows : 64, device.multiprocessors); }
+constexpr int combining(int rows) { return rows <= 8 ? 16 : 32; }
+constexpr bool leaves_normed(int rows) { return rows > kOwnNorm; }  // in scratch, for gate and up
+// A block's segment of 16 bf16 weight rows and of the rows it norms itself; the choice takes the same place.
+constexpr size_t route_shared(int k, int own_rows, size_t choice) {
+  const int units = (k + 31) / 32 / kSegments + 1;
+  const size_t needed = static_cast<size_t>(units) * 1024 + static_cast<size_t>(own_rows) * staged_stride(units * 32);
+  return needed > choice ? needed : choice;
+}
+constexpr bool serves_route(const Device& device, int k, int experts, int n_group, int top_k) {
+  const size_t choice = 16 * static_cast<size_t>(experts) + 4 * static_cast<size_t>(experts / 32 + 2 + n_group + 2 * top_k);
+  return serves(device, k) && k <= kMostRouted && experts <= kMostExperts && route_shared(k, kOwnNorm, choice) + kStatic <= device.shared;
 }
 
 // Whether as many blocks as the registers leave room for find shared memory on a multiprocessor, which keeps 1 KB of each for itself;
@@ -210,17 +209,5 @@ constexpr int choose_linear(const Device& device, WeightKind kind, int k, int ro
   };
   return kind == WeightKind::kInt4 ? choose(kLinearInt4, device, rows, paired, bytes) : choose(kLinearBf16, device, rows, paired, bytes);
 }
-// The first variant that is for so many rows and fits.
-template <int COUNT>
-constexpr int choose_moe(const MoeVariant (&table)[COUNT], const Device& device, int k, int rows) {
-  for (int i = 0; i < COUNT; ++i) {
-    const MoeVariant& v = table[i];
-    if ((v.rows >= rows || v.rows == moe_rows(false)) && moe_shared(v, k, rows) + kMoeStatic <= device.shared) return i;
-  }
-  return -1;
-}
-constexpr int choose_gate_up(const Device& device, int k, int rows) { return choose_moe(kGateUp, device, k, rows); }
-constexpr int choose_down(const Device& device, int k, int rows) { return choose_moe(kDown, device, k, rows); }
-
 }  // namespace stream
 }  // namespace kdtree

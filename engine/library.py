@@ -41,13 +41,23 @@ def use(kind: str, path: Path) -> None:
 
 
 @functools.cache
-def _loaded(kind: str) -> tuple[Any, Path]:
+def _built(kind: str) -> Path:
+    return _prebuilt.get(kind) or build(kind, sanitize=os.environ.get("KDTREE_SANITIZE") or None)
+
+
+@functools.cache
+def _loaded(kind: str) -> Any:
+    path = _built(kind)
     import torch
 
-    sanitize = os.environ.get("KDTREE_SANITIZE") or None
-    path = _prebuilt.get(kind) or build(kind, sanitize=sanitize)
     torch.ops.load_library(str(path))
-    return getattr(torch.ops, NAMESPACE[kind]), path
+    return getattr(torch.ops, NAMESPACE[kind])
+
+
+def _kind(device: str) -> str:
+    if re.fullmatch(r"cpu|cuda(:\d{1,3})?", device) is None:
+        raise protocol.DeviceError(f"device {device!r}: known are cpu, cuda and cuda:N")
+    return device.partition(":")[0]
 
 
 def library(device: str) -> Any:
@@ -55,14 +65,12 @@ def library(device: str) -> Any:
 
     ``KDTREE_SANITIZE`` (address, thread) asks for an instrumented build, whose runtime must be preloaded.
     """
-    if re.fullmatch(r"cpu|cuda(:\d{1,3})?", device) is None:
-        raise protocol.DeviceError(f"device {device!r}: known are cpu, cuda and cuda:N")
-    return _loaded(device.partition(":")[0])[0]
+    return _loaded(_kind(device))
 
 
 def library_path(device: str) -> Path:
-    """The file that `library` loaded; its folder is named after the sources and all else that went into it."""
-    return _loaded(device.partition(":")[0])[1]
+    """The file that `library` loads; its folder is named after the sources and all else that went into it."""
+    return _built(_kind(device))
 
 
 @contextlib.contextmanager

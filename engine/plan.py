@@ -100,10 +100,9 @@ def _cuda_scratch(c: ModelConfig, precision: str, heads: int, context: int, rows
     """
     segments = -(-context // SEGMENT)
     generic = 4 * rows * heads * segments * (c.kv_lora_rank + 2) if segments > 1 else 0
-    if precision not in BF16_PRECISIONS:
-        return generic
-    moe = moe_scratch(c, rows) if c.first_k_dense < c.num_layers else 0
-    return max(generic, moe, hopper_scratch(c, heads, context, rows))
+    moe = moe_scratch(c, rows) if c.first_k_dense < c.num_layers else 0  # asked for in every precision
+    hopper = hopper_scratch(c, heads, context, rows) if precision in BF16_PRECISIONS else 0
+    return max(generic, moe, hopper)
 
 
 def moe_scratch(c: ModelConfig, rows: int) -> int:

@@ -68,11 +68,14 @@ class CsrcSession:
         handle: int,
         progress: Callable[[], None] | None = None,
         identity: Callable[[], Mapping[str, str]] = dict,
+        member: Member = ALONE,
     ) -> None:
         """``progress`` is called after every round of a decode; without it a decode is one call into the engine.
 
-        ``identity`` says what a forward's costs depend on (`engine.costs`).
+        ``identity`` says what a forward's costs depend on (`engine.costs`). ``member``: whose functions the engine
+        calls, so that they live as long as the session does.
         """
+        self._member = member
         self._ops, self._handle, self._progress, self._identity = ops, handle, progress, identity
         self._turn = threading.RLock()
         self._close = weakref.finalize(self, ops.session_close, handle)  # a session that is dropped is closed too
@@ -302,7 +305,9 @@ class CsrcEngine:
         self.name = "csrc"
         self.device = device
         self._member, self._progress = member, progress
-        self._ops, self._library = library(device), library_path(device)
+        self._library = library_path(device)
+        if device != "cpu":
+            library(device)  # what it needs of driver and toolkit is missed now; a CPU's is loaded with the first file
 
     def load(
         self,
@@ -320,8 +325,9 @@ class CsrcEngine:
         _fits("context", context or 0)
         _fits("max_rows", max_rows)
         name = _bytes(os.fsencode(path)), _bytes(os.fspath(path).encode("utf-8", "backslashreplace"))
+        ops = library(self.device)
         with named_errors():
-            handle = self._ops.session_open(
+            handle = ops.session_open(
                 *name,
                 self.device,
                 precision,
@@ -336,7 +342,7 @@ class CsrcEngine:
                 self._member.memory,
             )
         depends_on = functools.partial(costs.identity, self._library, self.device, path, precision, self._member.count)
-        return CsrcSession(self._ops, handle, self._progress, depends_on)
+        return CsrcSession(ops, handle, self._progress, depends_on, self._member)
 
     def kernels(self, precision: str, moe: bool) -> frozenset[str]:
         """Kernels that a decode must have launched (csrc/ops.h names them); with KDTREE_ISA set, those it asks for."""

@@ -27,7 +27,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from harness import toolchain
 from harness.cells import INFRASTRUCTURE, PASSED
@@ -85,12 +84,12 @@ def build(
         raise BuildError(f"device {device!r}: known are cpu and cuda")
     if sanitize is not None and sanitize not in SANITIZERS:
         raise BuildError(f"sanitizer {sanitize!r}: known are {', '.join(SANITIZERS)}")
-    extension = toolchain.extension()
-    compiler = toolchain.compiler(extension)
-    toolkit, capabilities = toolchain.cuda(extension, archs) if device == "cuda" else ("", ())
+    torch = toolchain.torch_build()
+    compiler = toolchain.compiler()
+    toolkit, capabilities = toolchain.cuda(toolchain.extension(), archs) if device == "cuda" else ("", ())
     flags = _flags(device, debug, sanitize)
     files = sources(device)
-    key = _key(files, flags, compiler, toolkit, capabilities)
+    key = _key(files, flags, torch, compiler, toolkit, capabilities)
     home = cache or Path(os.environ.get("KDTREE_BUILD") or ROOT / "build")
     final = home / f"{device}-{key}"
     library = final / f"{NAME}.so"
@@ -103,7 +102,7 @@ def build(
         with _exclusive(home / f".{device}-{key}.lock"):
             if not library.exists():  # another process may have been first
                 gnu = "Free Software Foundation" in compiler
-                _make(extension, files, flags, capabilities, final, precompile=gnu)
+                _make(files, flags, capabilities, final, precompile=gnu)
                 _drop_unused(home)
     except OSError as error:
         raise BuildError(f"{said(error)}; KDTREE_BUILD names another folder than {home}") from error
@@ -141,10 +140,13 @@ def _flags(device: str, debug: bool, sanitize: str | None) -> dict[str, list[str
 
 
 def _key(
-    files: Sequence[Path], flags: dict[str, list[str]], compiler: str, toolkit: str, capabilities: Sequence[str]
+    files: Sequence[Path],
+    flags: dict[str, list[str]],
+    torch: Sequence[str | None],
+    compiler: str,
+    toolkit: str,
+    capabilities: Sequence[str],
 ) -> str:
-    import torch
-
     digest = hashlib.sha256()
     read = [CSRC / path for path in closure(CSRC, [path.relative_to(CSRC) for path in files])]
     for path in [*read, Path(__file__)]:
@@ -154,7 +156,7 @@ def _key(
         "compiler": compiler,
         "toolkit": toolkit,
         "capabilities": list(capabilities),
-        "torch": [torch.__version__, torch.version.git_version, torch.version.cuda, torch.compiled_with_cxx11_abi()],
+        "torch": list(torch),
         "machine": [platform.system(), platform.machine(), platform.libc_ver()],
         "root": str(ROOT) if "-g" in flags["cxx"] else "",  # debug information holds it, a release build nothing of it
     }
@@ -211,7 +213,6 @@ def _environment(changes: dict[str, str]) -> Iterator[None]:
 
 
 def _make(
-    extension: Any,
     files: Sequence[Path],
     flags: dict[str, list[str]],
     capabilities: Sequence[str],
@@ -238,8 +239,7 @@ def _make(
 
         changes["PATH"] = f"{ninja.BIN_DIR}{os.pathsep}{os.environ.get('PATH', '')}"
     common = [*flags["cxx"], *local]
-    compiler = str(extension.get_cxx_compiler())
-    ahead = _ahead(compiler, common, folder) if precompile else contextlib.nullcontext()
+    ahead = _ahead(toolchain.cxx(), common, folder) if precompile else contextlib.nullcontext()
     values = {
         "name": NAME,
         "sources": [str(p) for p in files],
@@ -254,15 +254,16 @@ def _make(
         "with_sycl": False,
         "is_standalone": False,
     }
-    # load() would also load what it built, which a sanitizer build or a machine without the GPU cannot.
-    compile_and_link = extension._write_ninja_file_and_build_library
-    known = inspect.signature(compile_and_link).parameters
 
     def made() -> str:
         return f"{len(list(folder.glob('*.o')))} are done"
 
     try:
         with _environment(changes), ahead, _progress(f"compiling {len(files)} files of csrc/", made):
+            # Importing torch takes a second and a half, in which the headers are read. load() would also load what it
+            # built, which a sanitizer build or a machine without the GPU cannot.
+            compile_and_link = toolchain.extension()._write_ninja_file_and_build_library
+            known = inspect.signature(compile_and_link).parameters
             compile_and_link(**{name: value for name, value in values.items() if name in known})
         for made_ahead in folder.glob(f"{AHEAD}*"):
             made_ahead.unlink()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import fcntl
+import functools
 import hashlib
 import json
 import os
@@ -49,12 +50,25 @@ Say = Callable[[str], None]
 
 def source_key() -> str:
     """A hash over everything under refs/ but the lock: whatever a bundle's bytes depend on is there."""
-    digest = hashlib.sha256()
     folder = ROOT / "refs"
-    files = [p for p in folder.rglob("*") if p.is_file() and p.name != LOCK.name and "__pycache__" not in p.parts]
-    for path in sorted(files, key=lambda p: p.relative_to(folder).as_posix()):
-        data = path.read_bytes()
-        digest.update(f"{path.relative_to(folder).as_posix()}\0{len(data)}\0".encode() + data)
+    found = []
+    for where, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if name != "__pycache__"]
+        for name in names:
+            path = Path(where, name)
+            if name != LOCK.name and path.is_file():
+                about = path.stat()
+                found.append((path.relative_to(folder).as_posix(), about.st_size, about.st_mtime_ns, about.st_ctime_ns))
+    return _key_of(folder, tuple(sorted(found)))
+
+
+@functools.lru_cache(maxsize=8)
+def _key_of(folder: Path, files: tuple[tuple[str, int, int, int], ...]) -> str:
+    """Of files by name, size and times: what did not change since this process read it is not read again."""
+    digest = hashlib.sha256()
+    for name, *_ in files:
+        data = (folder / name).read_bytes()
+        digest.update(f"{name}\0{len(data)}\0".encode() + data)
     return digest.hexdigest()
 
 

@@ -7,7 +7,7 @@ cache after compaction, verify at every width, sampling with a seed.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -25,19 +25,37 @@ from refs.sampling import choose
 SAMPLING_TEMPERATURE = 0.75  # exact in every float type; flat enough that a drafted token is refused now and then
 
 
+class Ar(NamedTuple):
+    """AR's greedy run of a session, and the cache that it built, by layer."""
+
+    decoded: Decoded
+    layers: list[tuple[F32, F32]]
+
+
+def run_ar(session: Session, golden: Golden) -> Ar:
+    """Raises what the engine raises."""
+    return Ar(session.decode(golden.request()), _caches(session, golden))
+
+
 def run_checks(
-    engine: Engine, session: Session, golden: Golden, drafter: str, seed: int, alone: Session | None = None
+    engine: Engine,
+    session: Session,
+    golden: Golden,
+    drafter: str,
+    seed: int,
+    alone: Session | None = None,
+    known: Ar | None = None,
 ) -> Findings:
     """All checks of one cell; ``drafter`` is ``""`` for AR; ``alone`` is one rank, whose bits several must give.
 
-    Raises what the engine raises.
+    ``known`` is AR's run of this session, made here where it is not given. Raises what the engine raises.
     """
     found = Findings()
     request = golden.request(drafter)
-    ar, ar_cache = None, []
+    ar: Decoded | None = None
+    ar_cache: list[tuple[F32, F32]] = []
     if drafter:
-        ar = session.decode(golden.request())
-        ar_cache = _caches(session, golden)
+        ar, ar_cache = known or run_ar(session, golden)
     session.reset_counters()
     stale = {name: count for name, count in session.counters().items() if count}
     decoded = session.decode(request)

@@ -6,6 +6,7 @@ Nothing heavy is imported, so that listing the matrix needs neither torch nor nu
 
 from __future__ import annotations
 
+import functools
 import re
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -85,9 +86,14 @@ def parse(id: str) -> Point:
     return Point(parts[0], parts[1], parts[2], parts[3], parts[4], ranks)
 
 
+@functools.lru_cache(maxsize=64)  # of more files than there are configs, each looked at a dozen times a run
+def _parsed(text: str) -> Any:
+    return yaml.load(text, SAFE)
+
+
 def _config(path: Path) -> dict[str, Any]:
     try:
-        content = yaml.load(path.read_text("utf-8"), SAFE)
+        content = _parsed(path.read_text("utf-8"))
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise MatrixError(said(error) if isinstance(error, OSError) else f"{path}: {error}") from None
     if not isinstance(content, dict) or not isinstance(content.setdefault("run", {}), dict):

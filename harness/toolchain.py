@@ -6,10 +6,13 @@ Whatever is missing or does not fit is a `BuildError` whose one line says what t
 from __future__ import annotations
 
 import functools
+import importlib.util
 import os
 import re
+import runpy
 import shutil
 import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,14 +22,31 @@ class BuildError(Exception):
     """The engine cannot be built here; the message says what is missing or wrong. Exit status 3 at the command line."""
 
 
+def torch_build() -> list[str | None]:
+    """Version, commit and CUDA version of the torch that would be imported: read, not imported, as that takes seconds.
+
+    Raises BuildError where there is none, or one that is too old.
+    """
+    spec = None if "torch" in sys.modules else importlib.util.find_spec("torch")
+    source = Path(spec.origin).with_name("version.py") if spec and spec.origin else None
+    if source is not None and source.is_file():
+        said = runpy.run_path(str(source))
+        version, commit, cuda = said["__version__"], said["git_version"], said["cuda"]
+    else:
+        try:
+            import torch
+        except ImportError as error:
+            raise BuildError(f"torch is not installed ({error}); install it with: pip install torch") from error
+        version = str(torch.__version__)
+        commit, cuda = getattr(torch.version, "git_version", None), torch.version.cuda
+    if tuple(int(n) for n in re.findall(r"\d+", version)[:2]) < (2, 11):
+        raise BuildError(f"torch {version} is too old; 2.11 or newer has the stable ABI that the engine uses")
+    return [version, commit, cuda]
+
+
 def extension() -> Any:
-    """``torch.utils.cpp_extension``."""
-    try:
-        import torch
-    except ImportError as error:
-        raise BuildError(f"torch is not installed ({error}); install it with: pip install torch") from error
-    if tuple(int(n) for n in re.findall(r"\d+", torch.__version__)[:2]) < (2, 11):
-        raise BuildError(f"torch {torch.__version__} is too old; 2.11 or newer has the stable ABI that the engine uses")
+    """``torch.utils.cpp_extension`` of a torch that is new enough."""
+    torch_build()
     try:
         from torch.utils import cpp_extension
     except ImportError as error:
@@ -44,9 +64,14 @@ def version_of(program: str) -> str:
     return done.stdout.strip()
 
 
-def compiler(cpp_extension: Any) -> str:
-    """Path and version of the compiler that cpp_extension will call."""
-    name = str(cpp_extension.get_cxx_compiler())
+def cxx() -> str:
+    """The C++ compiler that cpp_extension will call, as a command."""
+    return os.environ.get("CXX", "c++")
+
+
+def compiler() -> str:
+    """Command, path and version of that compiler."""
+    name = cxx()
     found = shutil.which(name.split()[0] if name else "c++")
     if found is None:
         raise BuildError(

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from refs.elementary import F, exp
-from refs.exact import BLOCK, Summation
+from refs.exact import BLOCK, Summation, product
 
 CHUNK = 64
 Index = npt.NDArray[np.int64]
@@ -52,7 +52,7 @@ def attend(
         acc = np.zeros((*p.shape[1:], v.shape[-1]), q.dtype)
         for i, slots in enumerate(chunks):
             part = p[i * CHUNK : (i + 1) * CHUNK]
-            acc = acc + summation(held(part)[..., None] * _per_head(v[slots]))
+            acc = acc + summation(product(held(part)[..., None], _per_head(v[slots])))
             total = total + summation(part.copy())
         out[rows] = acc / total[..., None]
     return out
@@ -65,4 +65,5 @@ def _per_head(x: F) -> F:
 
 def _dot(q: F, k: F, summation: Summation) -> F:
     """q [m, H, W] with the keys of each row, [t, m, W] or [t, m, H, W] -> [t, m, H]."""
-    return summation(np.ascontiguousarray(np.moveaxis(q, 2, 0))[:, None] * np.moveaxis(_per_head(k), 3, 0))
+    by_element = np.ascontiguousarray(q.transpose(2, 0, 1))[:, None]
+    return summation(product(by_element, _per_head(k).transpose(3, 0, 1, 2))).copy()

@@ -8,6 +8,7 @@ Methods: range reduction with a two- or three-part constant (Cody and Waite), th
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -37,12 +38,14 @@ TRIG_LIMIT = 2.0**20
 def _horner(x: F, coefficients: list[float]) -> F:
     """Polynomial with the highest coefficient first, in the type of ``x``."""
     one = x.dtype.type
-    p = np.full_like(x, one(coefficients[0]))
-    for c in coefficients[1:]:
-        p = p * x + one(c)
+    p = one(coefficients[0]) * x + one(coefficients[1])
+    for c in coefficients[2:]:
+        p *= x
+        p += one(c)
     return p
 
 
+@cache
 def _factorial(n: int) -> float:
     out = 1.0
     for i in range(2, n + 1):
@@ -55,14 +58,17 @@ def exp(x: F) -> F:
     t, key = x.dtype.type, x.dtype.str[1:]
     hi, lo = _LN2[key]
     top = 1100.0 if key == "f8" else 200.0  # beyond the range of both types' exponents
-    finite = np.where(np.isnan(x), t(0), np.minimum(np.maximum(x, t(-top)), t(top)))
+    nan = np.isnan(x)
+    finite = np.minimum(np.maximum(x, t(-top)), t(top))
+    if nan.any():
+        finite = np.where(nan, t(0), finite)
     k = np.rint(finite * t(1.4426950408889634))
     r = (finite - k * t(hi)) - k * t(lo)
     p = _horner(r, [1.0 / _factorial(n) for n in range(_EXP_TERMS[key], 1, -1)])
     y = (r * r * p + r) + t(1)
     with np.errstate(over="ignore", under="ignore"):
-        out = np.ldexp(y, k.astype(np.int32)).astype(x.dtype, copy=False)
-    return np.where(np.isnan(x), x, out)
+        out: F = np.ldexp(y, k.astype(np.int32)).astype(x.dtype, copy=False)
+    return np.where(nan, x, out) if nan.any() else out
 
 
 def log(x: F) -> F:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -33,7 +34,8 @@ def tree_sum(p: F) -> F:
     n = p.shape[0]
     while n > 1:
         half = (n + 1) // 2
-        p[: n - half] += p[half:n]
+        low = p[: n - half]
+        np.add(low, p[half:n], out=low)
         n = half
     total: F = p[0]
     return total
@@ -51,18 +53,38 @@ def strided_sum(p: F) -> F:
 SUMMATIONS: dict[str, Summation] = {"tree": tree_sum, "strided": strided_sum}
 
 
+_held = threading.local()
+
+
+def product(a: F, b: F) -> F:
+    """a * b, broadcast, to be added up and read before the next product of this thread.
+
+    One of at most `BLOCK` elements lies in memory that is kept: an allocation of this size is given back to the system
+    and its pages are made anew each time, which costs as much as the arithmetic.
+    """
+    shape = [max(i, j) for i, j in zip(a.shape, b.shape, strict=True)]
+    size = math.prod(shape)
+    if size > BLOCK or a.dtype != b.dtype:
+        return a * b
+    name = a.dtype.char
+    if not hasattr(_held, name):
+        setattr(_held, name, np.empty(BLOCK, a.dtype))
+    out: F = getattr(_held, name)[:size].reshape(shape)
+    return np.multiply(a, b, out=out)
+
+
 def contract(a: F, b: F, summation: Summation = tree_sum) -> F:
     """Sum of a*b over the first axis: [K, M, ...] and [K, M or 1, ...], broadcast -> [M, ...].
 
     The second axis is walked in blocks, so that memory is bounded by `BLOCK` elements or by one row.
     """
     m = a.shape[1]
-    shape = np.broadcast_shapes(a.shape[2:], b.shape[2:])
+    shape = [max(i, j) for i, j in zip(a.shape[2:], b.shape[2:], strict=True)]
     out = np.empty((m, *shape), a.dtype)
     rows = max(1, BLOCK // (a.shape[0] * math.prod(shape)))
     for r in range(0, m, rows):
         other = b if b.shape[1] == 1 else b[:, r : r + rows]
-        out[r : r + rows] = summation(a[:, r : r + rows] * other)
+        out[r : r + rows] = summation(product(a[:, r : r + rows], other))
     return out
 
 
@@ -83,13 +105,13 @@ def matmul_chosen(x: F, wt: F, chosen: npt.NDArray[np.int64], summation: Summati
     xt = np.ascontiguousarray(x.T)[:, :, None]
     rows = max(1, BLOCK // (k * n))
     for r in range(0, j, rows):
-        out[r : r + rows] = summation(xt[:, r : r + rows] * wt[:, chosen[r : r + rows]])
+        out[r : r + rows] = summation(product(xt[:, r : r + rows], wt[:, chosen[r : r + rows]]))
     return out
 
 
 def sum_last(x: F, summation: Summation = tree_sum) -> F:
     """Sum over the last axis."""
-    return summation(np.moveaxis(x, -1, 0).copy())
+    return summation(x.transpose(x.ndim - 1, *range(x.ndim - 1)).copy())
 
 
 def sigmoid(x: F) -> F:

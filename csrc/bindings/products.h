@@ -34,10 +34,10 @@ void rms_norm(int64_t handle, Tensor out, Tensor x, Tensor w, double eps, Tensor
   call.run([=](Backend& b) { b.rms_norm(to, from, weight, static_cast<float>(eps), d, m, n_rows); });
 }
 
-// norm_w, scales: empty for none. epilogue: 0 store, 1 residual, 2 silu(first) * second.
-void linear(int64_t handle, Tensor x, Tensor norm_w, double eps, std::vector<Tensor> weights, std::vector<Tensor> scales,
-            std::vector<Tensor> outs, int64_t epilogue, Tensor state, bool bf16) {
-  Call call(handle, state);
+// norm_w, scales: empty for none. epilogue: 0 store, 1 residual, 2 silu(first) * second. scratch(n, k, m): linear_scratch's.
+template <typename Scratch>
+LinearArgs linear_args(const Tensor& x, const Tensor& norm_w, double eps, const std::vector<Tensor>& weights, const std::vector<Tensor>& scales,
+                       const std::vector<Tensor>& outs, int64_t epilogue, const Tensor& state, bool bf16, const Scratch& scratch) {
   need(!weights.empty() && weights.size() <= 2 && scales.size() == weights.size(), "weights", "are not one or two with a scale each");
   need(epilogue >= 0 && epilogue <= 2, "epilogue", "is not 0, 1 or 2");
   const bool gated = epilogue == 2;
@@ -61,26 +61,24 @@ void linear(int64_t handle, Tensor x, Tensor norm_w, double eps, std::vector<Ten
   a.epilogue = static_cast<Epilogue>(epilogue);
   a.max_rows = m;
   a.n_rows = &step_state(state)->n_rows;
-  void* const scratch = call.scratch(call.backend().linear_scratch(n, k, m));
-  a.scratch = scratch;
-  call.run(&Backend::linear, a);
+  a.scratch = scratch(n, k, m);
+  return a;
 }
 
-void router(int64_t handle, Tensor logits, Tensor bias, Tensor ids, Tensor weights, int64_t n_group, int64_t topk_group, bool norm_topk,
-            double scaling, int64_t layer, Tensor state) {
-  Call call(handle, state);
+RouterArgs router_args(const Tensor& logits, const Tensor& bias, const Tensor& ids, const Tensor& weights, int64_t n_group, int64_t topk_group,
+                       bool norm_topk, double scaling, int64_t layer, const Tensor& state) {
   const int m = dim(logits, 0), e = dim(logits, 1), k = dim(ids, 1);
-  call.run(&Backend::router, {data<float>(logits, "logits"), sized<float>(bias, e, "bias"), e, k, static_cast<int>(n_group),
-        static_cast<int>(topk_group), norm_topk, static_cast<float>(scaling), sized<int32_t>(ids,
-        static_cast<int64_t>(m) * k, "ids"), sized<float>(weights, static_cast<int64_t>(m) * k, "weights"),
-        static_cast<int>(layer), m, step_state(state)});
+  return {data<float>(logits, "logits"), sized<float>(bias, e, "bias"), e, k, static_cast<int>(n_group), static_cast<int>(topk_group), norm_topk,
+          static_cast<float>(scaling), sized<int32_t>(ids, static_cast<int64_t>(m) * k, "ids"),
+          sized<float>(weights, static_cast<int64_t>(m) * k, "weights"), static_cast<int>(layer), m, step_state(state)};
 }
 
 // experts: gate, up [E, I, D], down [E, D, I]; scales as for linear; shared: the same three as matrices, or empty.
-// bf16 here and in linear: the numerics; weights that are not nibbles are then u16.
-void moe(int64_t handle, Tensor x, Tensor norm_w, double eps, Tensor ids, Tensor weights, std::vector<Tensor> experts,
-         std::vector<Tensor> scales, std::vector<Tensor> shared, Tensor act, Tensor shared_act, Tensor out, Tensor state, bool bf16) {
-  Call call(handle, state);
+// bf16 here and in linear: the numerics; weights that are not nibbles are then u16. scratch(m, k, e, inner, d): moe_scratch's.
+template <typename Scratch>
+MoeArgs moe_args(const Tensor& x, const Tensor& norm_w, double eps, const Tensor& ids, const Tensor& weights, const std::vector<Tensor>& experts,
+                 const std::vector<Tensor>& scales, const std::vector<Tensor>& shared, const Tensor& act, const Tensor& shared_act, const Tensor& out,
+                 const Tensor& state, bool bf16, const Scratch& scratch) {
   need(experts.size() == 3 && scales.size() == 3, "experts", "are not gate, up and down with a scale each");
   need(shared.empty() || shared.size() == 3, "shared", "is not gate, up and down");
   const int m = dim(x, 0), d = dim(x, 1), k = dim(ids, 1), inner = dim(experts[0], 1);
@@ -107,9 +105,49 @@ void moe(int64_t handle, Tensor x, Tensor norm_w, double eps, Tensor ids, Tensor
   a.out = sized<float>(out, static_cast<int64_t>(m) * d, "out");
   a.max_rows = m;
   a.n_rows = &step_state(state)->n_rows;
-  void* const scratch = call.scratch(call.backend().moe_scratch(m, k, a.gate.e, inner, d));
-  a.scratch = scratch;
-  call.run(&Backend::moe, a);
+  a.scratch = scratch(m, k, a.gate.e, inner, d);
+  return a;
+}
+
+void linear(int64_t handle, Tensor x, Tensor norm_w, double eps, std::vector<Tensor> weights, std::vector<Tensor> scales,
+            std::vector<Tensor> outs, int64_t epilogue, Tensor state, bool bf16) {
+  Call call(handle, state);
+  call.run(&Backend::linear, linear_args(x, norm_w, eps, weights, scales, outs, epilogue, state, bf16,
+                                         [&](int n, int k, int m) { return call.scratch(call.backend().linear_scratch(n, k, m)); }));
+}
+
+void router(int64_t handle, Tensor logits, Tensor bias, Tensor ids, Tensor weights, int64_t n_group, int64_t topk_group, bool norm_topk,
+            double scaling, int64_t layer, Tensor state) {
+  Call(handle, state).run(&Backend::router, router_args(logits, bias, ids, weights, n_group, topk_group, norm_topk, scaling, layer, state));
+}
+
+void moe(int64_t handle, Tensor x, Tensor norm_w, double eps, Tensor ids, Tensor weights, std::vector<Tensor> experts,
+         std::vector<Tensor> scales, std::vector<Tensor> shared, Tensor act, Tensor shared_act, Tensor out, Tensor state, bool bf16) {
+  Call call(handle, state);
+  call.run(&Backend::moe, moe_args(x, norm_w, eps, ids, weights, experts, scales, shared, act, shared_act, out, state, bf16,
+                                   [&](int m, int k, int e, int inner, int d) { return call.scratch(call.backend().moe_scratch(m, k, e, inner, d)); }));
+}
+
+// router_w: f32, or u16 with bf16. The router's product, its choice and the experts as one operation.
+void routed_moe(int64_t handle, Tensor x, Tensor norm_w, double eps, Tensor router_w, Tensor bias, Tensor logits, Tensor ids, Tensor weights,
+                int64_t n_group, int64_t topk_group, bool norm_topk, double scaling, int64_t layer, std::vector<Tensor> experts,
+                std::vector<Tensor> scales, std::vector<Tensor> shared, Tensor act, Tensor shared_act, Tensor out, Tensor state, bool bf16) {
+  Call call(handle, state);
+  void* scratch = nullptr;
+  const MoeArgs moe = moe_args(x, norm_w, eps, ids, weights, experts, scales, shared, act, shared_act, out, state, bf16, [&](int m, int k, int e, int inner, int d) {
+    const size_t product = call.backend().linear_scratch(e, d, m), own = call.backend().moe_scratch(m, k, e, inner, d);
+    return scratch = call.scratch(product > own ? product : own);
+  });
+  const RouterArgs choice = router_args(logits, bias, ids, weights, n_group, topk_group, norm_topk, scaling, layer, state);
+  need(choice.experts == moe.gate.e && choice.max_rows == moe.max_rows, "logits", "are not [M, E]");
+  LinearArgs product{};
+  product.x = moe.x, product.ldx = moe.dim, product.norm_w = moe.norm_w, product.eps = moe.eps;
+  product.w[0] = weight_of(router_w, moe.dim);
+  need(product.w[0].n == choice.experts, "router_w", "is not [E, D]");
+  product.out[0] = data<float>(logits, "logits"), product.ldo[0] = choice.experts;
+  product.parts = 1, product.epilogue = Epilogue::kStore, product.scratch = scratch, product.max_rows = moe.max_rows, product.n_rows = moe.n_rows;
+  product.numerics = moe.numerics;
+  call.run([=](Backend& b) { b.routed_moe(product, choice, moe); });
 }
 
 // Their signatures.
@@ -131,6 +169,11 @@ constexpr Bound kProducts[] = {
      "(int backend, Tensor x, Tensor norm_w, float eps, Tensor ids, Tensor weights, Tensor[] experts, Tensor[] "
      "scales, Tensor[] shared, Tensor act, Tensor shared_act, Tensor out, Tensor state, bool bf16=False) -> ()",
      boxed<moe>},
+    {"routed_moe",
+     "(int backend, Tensor x, Tensor norm_w, float eps, Tensor router_w, Tensor bias, Tensor logits, Tensor ids, Tensor weights, int n_group, "
+     "int topk_group, bool norm_topk, float scaling, int layer, Tensor[] experts, Tensor[] scales, Tensor[] shared, Tensor act, Tensor "
+     "shared_act, Tensor out, Tensor state, bool bf16=False) -> ()",
+     boxed<routed_moe>},
 };
 
 }  // namespace

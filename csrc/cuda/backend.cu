@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "device.cuh"
+#include "tickets.cuh"
 
 namespace kdtree {
 namespace {
@@ -89,6 +90,8 @@ CudaBackend::CudaBackend(int device, bool poison) : device_(device), poison_(poi
   KD_CUDA(cudaEventCreateWithFlags(&forked_, cudaEventDisableTiming));
   KD_CUDA(cudaEventCreateWithFlags(&joined_, cudaEventDisableTiming));
   KD_CUDA(cudaMallocHost(reinterpret_cast<void**>(&staging_), kStaging));
+  KD_CUDA(cudaMalloc(reinterpret_cast<void**>(&tickets_), 2 * sizeof(cuda::Tickets)));
+  KD_CUDA(cudaMemsetAsync(tickets_, 0, 2 * sizeof(cuda::Tickets), stream_));
   if (wgmma_) {
     const int groups = stream::wide_groups(multiprocessors);
     const size_t counters = sizeof(unsigned) * static_cast<size_t>(groups * stream::kWideGroups);
@@ -110,6 +113,7 @@ CudaBackend::~CudaBackend() {
   cudaStreamDestroy(beside_);
   cudaFree(exchange_);
   cudaFree(arrivals_);
+  cudaFree(tickets_);
   cudaStreamDestroy(stream_);
 }
 
@@ -141,6 +145,13 @@ void CudaBackend::reserve_shared(const void* kernel, const char* counter, size_t
   if (whole <= kDefaultShared) return;
   KD_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)));
   reserved = bytes;
+}
+
+void CudaBackend::leave_cache(const void* kernel, int percent) {
+  int& carved = carved_[kernel];
+  if (carved == percent) return;
+  KD_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, percent));
+  carved = percent;
 }
 
 int CudaBackend::resident_clusters(const void* kernel, const char* counter, int cluster, int threads, size_t shared_bytes) {

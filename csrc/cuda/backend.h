@@ -20,6 +20,8 @@ namespace kdtree {
 
 namespace cuda {
 struct MlaParts;
+struct StreamMoeParams;
+struct Tickets;
 }
 
 class CudaBackend final : public Backend {
@@ -66,6 +68,7 @@ class CudaBackend final : public Backend {
   void mla_output(const MlaAttentionArgs& a, const MlaValueArgs& v) override;
   void router(const RouterArgs& a) override;
   void moe(const MoeArgs& a) override;
+  void routed_moe(const LinearArgs& product, const RouterArgs& choice, const MoeArgs& experts) override;
   void unshard(const UnshardArgs& a) override;
   void checksum(const ChecksumArgs& a) override;
   void select(const SelectArgs& a) override;
@@ -127,6 +130,8 @@ class CudaBackend final : public Backend {
   [[noreturn]] void fail_launch(cudaError_t code, const char* counter, dim3 grid, int threads, size_t shared_bytes) const;
   // Lets `kernel` be launched with so much dynamic shared memory, also above the 48 KiB that need no asking; throws what the device lacks.
   void reserve_shared(const void* kernel, const char* counter, size_t bytes);
+  // Asks for no more than so much of a multiprocessor's memory, in percent, to be shared memory for `kernel`: the rest is its cache.
+  void leave_cache(const void* kernel, int percent);
   // Clusters of `cluster` blocks of a kernel that the device runs at a time, at least 1. Reserves the shared memory.
   int resident_clusters(const void* kernel, const char* counter, int cluster, int threads, size_t shared_bytes);
 
@@ -138,8 +143,13 @@ class CudaBackend final : public Backend {
   void norm_rows(const char* counter, uint16_t* to, int stride, const float* x, int ldx, int k, const float* norm_w, float eps, int granule,
                  int max_rows, const int32_t* n_rows);
   bool moe_streams(const MoeArgs& a) const;
-  bool gate_up_stream(const MoeArgs& a);
+  bool route_stream(const LinearArgs& a, const RouterArgs& r, const MoeArgs& experts);
+  // routed: the launch before is route_stream's, which has left more rows than stream::kOwnNorm normed in scratch.
+  void moe(const MoeArgs& a, bool routed);
+  bool gate_up_stream(const MoeArgs& a, bool routed);
   bool down_stream(const MoeArgs& a);
+  int choose_boxes(const MoeArgs& a, bool down) const;  // the shape of box_plan.h that serves, or -1
+  void launch_boxes(const char* name, const MoeArgs& a, bool down, int variant, bool routed, const cuda::StreamMoeParams& p);
 
   // MLA in bf16 on tensor cores (mla_plan.h says for which shapes). prepare_on_tensor_cores: false where the generic kernel must.
   bool prepare_on_tensor_cores(const MlaPrepareArgs& a);
@@ -167,6 +177,7 @@ class CudaBackend final : public Backend {
   bool after_kernel_ = false;  // the stream's last item is a kernel: only then may the next one overlap it
   size_t shared_limit_ = 0;    // dynamic shared memory a block may have, bytes
   std::unordered_map<const void*, size_t> shared_reserved_;
+  std::unordered_map<const void*, int> carved_;
   stream::Device device_shape_{};
   std::map<std::pair<const void*, size_t>, int> resident_clusters_;
 
@@ -181,6 +192,7 @@ class CudaBackend final : public Backend {
   char* staging_ = nullptr;  // pinned, for small downloads
   void* exchange_ = nullptr;      // where wgmma_: stream::wide_exchange bytes, for linear_wide
   unsigned* arrivals_ = nullptr;  // and a counter for each warpgroup of its groups
+  cuda::Tickets* tickets_ = nullptr;  // of the router, then of down: where blocks of a launch meet
 
   bool graphs_on_ = true;
   bool capturing_ = false;

@@ -8,33 +8,6 @@ namespace {
 
 using namespace cuda;
 
-struct CombineParams {
-  const float* products;
-  const float* weights;
-  int top_k, dim;
-  bool shared;
-  float* out;
-  int max_rows;
-  const int32_t* n_rows;
-};
-
-constexpr int kCombineThreads = 256;
-
-// out += sum_j weights_j products_j, ascending j, the shared expert's last. Bytes: the products once, from L2.
-__global__ __launch_bounds__(kCombineThreads) void combine_kernel(const __grid_constant__ CombineParams p) {
-  wait_for_previous();
-  const int m = blockIdx.y, d = blockIdx.x * kCombineThreads + threadIdx.x;
-  if (m >= active_rows(p.n_rows, p.max_rows) || d >= p.dim) return;
-  const float* row = p.products + static_cast<size_t>(m) * (p.top_k + 1) * p.dim + d;
-  float* const out = p.out + static_cast<size_t>(m) * p.dim + d;
-  const float before = *out;
-  float sum = 0.f;
-#pragma unroll 8
-  for (int j = 0; j < p.top_k; ++j) sum = __fmaf_rn(p.weights[m * p.top_k + j], row[static_cast<size_t>(j) * p.dim], sum);
-  if (p.shared) sum = __fadd_rn(sum, row[static_cast<size_t>(p.top_k) * p.dim]);
-  *out = __fadd_rn(before, sum);
-}
-
 struct OrderParams {
   uint16_t* to;  // [M*per_row, stride]
   int stride;
@@ -59,35 +32,34 @@ __global__ __launch_bounds__(kOrderThreads) void order_kernel(const __grid_const
 
 }  // namespace
 
-size_t CudaBackend::moe_scratch(int max_rows, int top_k, int, int inner, int dim) const {
-  return MoeScratch(nullptr, max_rows, top_k, inner, dim).bytes;
+size_t CudaBackend::moe_scratch(int max_rows, int top_k, int experts, int inner, int dim) const {
+  return MoeScratch(nullptr, max_rows, top_k, inner, dim, experts).bytes;
 }
 
 bool CudaBackend::down_stream(const MoeArgs& a) {
   if (!moe_streams(a)) return false;
-  const int variant = stream::choose_down(device_shape_, a.down.k, a.max_rows);
-  const stream::MoeVariant& v = stream::kDown[variant];
   const bool int4 = a.down.kind == WeightKind::kInt4;
-  const MoeScratch scratch(a.scratch, a.max_rows, a.top_k, a.down.k, a.dim);
+  const MoeScratch scratch(a.scratch, a.max_rows, a.top_k, a.down.k, a.dim, a.gate.e);
   StreamMoeParams p{};
   p.k = a.down.k, p.shared_k = a.shared_down.n > 0 ? a.shared_down.k : a.down.k, p.bf16 = !int4;
   p.rows = scratch.ordered, p.row_stride = stream::padded(a.down.k);
   p.data[0] = p.data[1] = a.down.data, p.scale[0] = p.scale[1] = a.down.scale, p.shared[0] = p.shared[1] = a.shared_down.data;
   p.n = a.down.n, p.shared_n = a.shared_down.n, p.step = a.down.step();
-  p.pairs = stream::column_pairs(a.max_rows), p.ids = a.ids, p.top_k = a.top_k, p.max_rows = a.max_rows, p.n_rows = a.n_rows;
+  p.ids = a.ids, p.top_k = a.top_k, p.max_rows = a.max_rows, p.n_rows = a.n_rows;
   p.act = static_cast<uint16_t*>(a.act), p.shared_act = static_cast<uint16_t*>(a.shared_act);
   p.products = scratch.products;
+  p.combine = {p.products, a.weights, a.top_k, a.down.n, a.shared_down.n > 0, a.out, a.max_rows, a.n_rows, tickets_ + 1, stream::combining(a.max_rows)};
   if (int4 && (a.phase == MoePhase::kDown || p.row_stride != a.down.k)) {  // gate and up have left none
     const OrderParams o{scratch.ordered, p.row_stride, p.act, a.down.k, a.top_k, a.max_rows, a.n_rows};
     launch("experts_order", order_kernel, dim3(a.max_rows * a.top_k), kOrderThreads, 0, o);
   }
-  const StreamMoeKernel kernel = moe_kernel<true, stream::kDown>(variant);
   const char* const name = int4 ? "experts_int4_bf16_down" : "experts_bf16_down";
-  const size_t shared = stream::moe_shared(v, a.down.k, a.max_rows);
-  const int blocks = resident_clusters(reinterpret_cast<const void*>(kernel), name, 1, v.warps * kWarp, shared), rows = stream::moe_rows(v.staged);
-  launch(name, kernel, dim3(blocks, (a.max_rows + rows - 1) / rows), v.warps * kWarp, shared, p);
-  const CombineParams c{p.products, a.weights, a.top_k, a.down.n, a.shared_down.n > 0, a.out, a.max_rows, a.n_rows};
-  launch("experts_combine", combine_kernel, dim3((a.down.n + kCombineThreads - 1) / kCombineThreads, a.max_rows), kCombineThreads, 0, c);
+  if (const int in_boxes = choose_boxes(a, true); in_boxes >= 0) {
+    launch_boxes(name, a, true, in_boxes, false, p);
+  } else {
+    const int blocks = resident_clusters(reinterpret_cast<const void*>(&stream_moe_kernel<true>), name, 1, kMoeThreads, stream::kMoeShared);
+    launch(name, stream_moe_kernel<true>, dim3(blocks, (a.max_rows + kMoeRows - 1) / kMoeRows), kMoeThreads, stream::kMoeShared, p);
+  }
   return true;
 }
 

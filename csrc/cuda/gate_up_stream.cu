@@ -2,6 +2,7 @@
 //
 // More rows than stand in shared memory are normed once by a launch of their own, in scratch: from there every block reads the few rows of
 // the experts that it has.
+#include "../box_plan.h"
 #include "backend.h"
 #include "moe_scratch.h"
 #include "moe_stream.cuh"
@@ -17,35 +18,36 @@ bool CudaBackend::moe_streams(const MoeArgs& a) const {
       !stream::serves_moe(device_shape_, a.down.k, shared_k, a.top_k, a.down.e)) {
     return false;
   }
-  bool ready = stream::choose_gate_up(device_shape_, a.dim, a.max_rows) >= 0 && stream::choose_down(device_shape_, a.down.k, a.max_rows) >= 0 &&
-               a.up.step() == a.gate.step() && aligned(a.x) && aligned(a.norm_w) && aligned(a.act) && aligned(a.shared_act) && aligned(a.scratch);
+  bool ready = a.up.step() == a.gate.step() && aligned(a.x) && aligned(a.norm_w) && aligned(a.act) && aligned(a.shared_act) && aligned(a.scratch);
   for (const Weight* w : {&a.gate, &a.up, &a.down, &a.shared_gate, &a.shared_up, &a.shared_down}) ready = ready && aligned(w->data) && aligned(w->scale, 8);
   return ready;
 }
 
-bool CudaBackend::gate_up_stream(const MoeArgs& a) {
+bool CudaBackend::gate_up_stream(const MoeArgs& a, bool routed) {
   if (!moe_streams(a)) return false;
-  const int variant = stream::choose_gate_up(device_shape_, a.dim, a.max_rows);
-  const stream::MoeVariant& v = stream::kGateUp[variant];
+  const int in_boxes = choose_boxes(a, false);
+  const bool staged = in_boxes >= 0 && stream::kGateUpBoxes[in_boxes].staged;
   const bool int4 = a.gate.kind == WeightKind::kInt4;
-  const MoeScratch scratch(a.scratch, a.max_rows, a.top_k, a.down.k, a.dim);
+  const MoeScratch scratch(a.scratch, a.max_rows, a.top_k, a.down.k, a.dim, a.gate.e);
   StreamMoeParams p{};
   p.x = a.x, p.norm_w = a.norm_w, p.eps = a.eps, p.k = p.shared_k = a.dim, p.bf16 = !int4;
-  p.rows = scratch.normed, p.row_stride = stream::padded(a.dim), p.stride = stream::staged_stride(stream::padded(a.dim));
+  p.rows = scratch.normed, p.row_stride = stream::padded(a.dim);
   p.data[0] = a.gate.data, p.data[1] = a.up.data, p.scale[0] = a.gate.scale, p.scale[1] = a.up.scale;
   p.shared[0] = a.shared_gate.data, p.shared[1] = a.shared_up.data;
   p.n = a.gate.n, p.shared_n = a.shared_gate.n, p.step = a.gate.step();
-  p.pairs = stream::column_pairs(a.max_rows), p.ids = a.ids, p.top_k = a.top_k, p.max_rows = a.max_rows, p.n_rows = a.n_rows;
+  p.ids = a.ids, p.top_k = a.top_k, p.max_rows = a.max_rows, p.n_rows = a.n_rows;
   p.act = static_cast<uint16_t*>(a.act), p.shared_act = static_cast<uint16_t*>(a.shared_act);
   if (int4 && a.phase == MoePhase::kBoth && stream::padded(a.gate.n) == a.gate.n) p.ordered = scratch.ordered;
-  if (!v.staged) {
+  if (!staged && !(routed && stream::leaves_normed(a.max_rows))) {
     norm_rows("experts_norm", scratch.normed, p.row_stride, a.x, a.dim, a.dim, a.norm_w, a.eps, stream::unit_of(WeightKind::kInt4), a.max_rows, a.n_rows);
   }
-  const StreamMoeKernel kernel = moe_kernel<false, stream::kGateUp>(variant);
   const char* const name = int4 ? "experts_int4_bf16" : "experts_bf16";
-  const size_t shared = stream::moe_shared(v, a.dim, a.max_rows);
-  const int blocks = resident_clusters(reinterpret_cast<const void*>(kernel), name, 1, v.warps * kWarp, shared), rows = stream::moe_rows(v.staged);
-  launch(name, kernel, dim3(blocks, (a.max_rows + rows - 1) / rows), v.warps * kWarp, shared, p);
+  if (in_boxes >= 0) {
+    launch_boxes(name, a, false, in_boxes, routed, p);
+  } else {
+    const int blocks = resident_clusters(reinterpret_cast<const void*>(&stream_moe_kernel<false>), name, 1, kMoeThreads, stream::kMoeShared);
+    launch(name, stream_moe_kernel<false>, dim3(blocks, (a.max_rows + kMoeRows - 1) / kMoeRows), kMoeThreads, stream::kMoeShared, p);
+  }
   ++(*counting_)[int4 ? "experts_int4_bf16_stream" : "experts_bf16_stream"];
   return true;
 }

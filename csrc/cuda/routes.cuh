@@ -1,6 +1,7 @@
 // Who goes to which expert in a step, found by every block for itself in shared memory.
 //
 // Guarantees: experts ascend, and the rows of one expert ascend; so the lists are the same in every block.
+// A row chooses an expert once, so who goes to one is a bit a row, and a place is the number of bits below: threads work side by side.
 #pragma once
 #include "device.cuh"
 #include "../stream_plan.h"
@@ -14,90 +15,106 @@ using stream::kMostTopK;
 // Who goes to which expert. An expert's rows are multiplied in turns of at most so many at a time.
 template <int PLACES>
 struct Routes {
+  static constexpr int ROWS = PLACES / kMostTopK;
+  static_assert(ROWS == 8 || ROWS == 64, "an expert's rows are a byte or two words");
+
   int found;                   // distinct experts, ascending:
   uint16_t expert[PLACES];     // [slot]
   uint16_t start[PLACES + 1];  // [slot]: its part of `place`
-  uint16_t place[PLACES];      // row * top_k + choice, rows ascending
-  uint16_t turn[PLACES + 1];   // [slot]: turns of the slots before
-  uint16_t slot[PLACES];       // [turn]
-  uint16_t id[PLACES];
-  uint32_t set[kMostExperts / 32];
-  int below[kMostExperts / 32];  // experts of the words before
+  union {
+    uint16_t place[PLACES];  // row * top_k + choice, rows ascending; before that:
+    int2 total[kWarp];       // [warp]: distinct experts; places and, above 16 bits, turns
+  };
+  union {
+    uint32_t chosen[kMostExperts * ROWS / 32];  // [expert]: a bit a row; until the turns are known:
+    struct {
+      uint16_t turn[PLACES + 1];  // [slot]: turns of the slots before
+      uint16_t slot[PLACES];      // [turn]
+    };
+  };
+  uint32_t set[kMostExperts / 32];    // distinct experts,
+  uint16_t below[kMostExperts / 32];  // and how many are in the words before
+
+  // Rows of an expert: all, or those below `row`.
+  __device__ __forceinline__ int rows_of(int expert, int row = ROWS) const {
+    const auto mask = [](int bits) { return bits >= 32 ? 0xffffffffu : bits <= 0 ? 0u : (1u << bits) - 1; };
+    if constexpr (ROWS == 8) return __popc(chosen[expert / 4] >> (expert % 4 * 8) & mask(row));
+    else return __popc(chosen[2 * expert] & mask(row)) + __popc(chosen[2 * expert + 1] & mask(row - 32));
+  }
+  __device__ __forceinline__ int slot_of(int expert) const {
+    return below[expert / 32] + __popc(set[expert / 32] & ((1u << expert % 32) - 1));
+  }
 };
 
-// Called by the whole block; `count` ids of the step's rows, row by row; a turn takes `most` rows. Ends with a barrier of the block.
-template <int PLACES>
-__device__ __forceinline__ void find_routes(Routes<PLACES>& r, const int32_t* ids, int count, int most) {
-  const int lane = threadIdx.x % kWarp;
-  for (int i = threadIdx.x; i < kMostExperts / 32; i += blockDim.x) r.set[i] = 0;
-  __syncthreads();
-  for (int i = threadIdx.x; i < count; i += blockDim.x) {
+// Called by the whole block of THREADS or, kWarp of them, by one warp; the ids of the step's rows, row by row; a turn takes MOST rows. Ends
+// with a barrier of its callers.
+template <int MOST, int THREADS, int PLACES>
+__device__ __forceinline__ void find_routes(Routes<PLACES>& r, const int32_t* ids, int rows, int top_k) {
+  constexpr int ROWS = Routes<PLACES>::ROWS, AHEAD = THREADS == kWarp ? 4 : 1;  // loads that a thread has on their way
+  const int lane = threadIdx.x % kWarp, thread = THREADS == kWarp ? lane : static_cast<int>(threadIdx.x), warp = thread / kWarp, count = rows * top_k;
+  const auto meet = [] {
+    if constexpr (THREADS == kWarp) __syncwarp();
+    else __syncthreads();
+  };
+#pragma unroll(AHEAD)
+  for (int i = thread; i < kMostExperts * ROWS / 32; i += THREADS) r.chosen[i] = 0;
+  for (int i = thread; i < kMostExperts / 32; i += THREADS) r.set[i] = 0;
+  meet();
+#pragma unroll(AHEAD)
+  for (int i = thread; i < count; i += THREADS) {
     const int id = ids[i];
     KD_ASSERT(id >= 0 && id < kMostExperts, "moe: an expert id out of range");
-    r.id[i] = static_cast<uint16_t>(id);
+    const int bit = id * ROWS + i / top_k;
+    atomicOr(r.chosen + bit / 32, 1u << (bit % 32));
     atomicOr(r.set + id / 32, 1u << (id % 32));
   }
-  __syncthreads();
-  const auto upto = [&](int mine) {
-#pragma unroll
-    for (int d = 1; d < kWarp; d *= 2) {
-      const int below = __shfl_up_sync(kAll, mine, d);
-      if (lane >= d) mine += below;
-    }
-    return mine;
-  };
-  if (threadIdx.x < kWarp) {
-    uint32_t word = r.set[lane];
-    const int all = upto(__popc(word)), found = __shfl_sync(kAll, all, kWarp - 1);
-    r.below[lane] = all - __popc(word);
-    for (int at = r.below[lane]; word != 0; word &= word - 1) {
-      r.expert[at++] = static_cast<uint16_t>(lane * 32 + __ffs(static_cast<int>(word)) - 1);
-    }
-    for (int i = lane; i <= found; i += kWarp) r.start[i] = 0;
-    __syncwarp();
-    // First how many go to each slot, then, from where its part begins, their places in order.
-    for (int pass = 0; pass < 2; ++pass) {
-      for (int base = 0; base < count; base += kWarp) {
-        const unsigned here = __ballot_sync(kAll, base + lane < count);
-        if (base + lane < count) {
-          const int id = r.id[base + lane], slot = r.below[id / 32] + __popc(r.set[id / 32] & ((1u << (id % 32)) - 1));
-          const unsigned same = __match_any_sync(here, slot);
-          const int before = __popc(same & ((1u << lane) - 1)), begin = r.start[slot];
-          if (pass == 1) r.place[begin + before] = static_cast<uint16_t>(base + lane);
-          __syncwarp(here);
-          if (before == 0) r.start[slot] = static_cast<uint16_t>(begin + __popc(same));
-        }
-        __syncwarp();
-      }
-      if (pass == 1) break;
-      int carry = 0;
-      for (int base = 0; base < found; base += kWarp) {
-        const int mine = base + lane < found ? r.start[base + lane] : 0, sum = carry + upto(mine);
-        __syncwarp();
-        if (base + lane < found) r.start[base + lane] = static_cast<uint16_t>(sum - mine);
-        carry = __shfl_sync(kAll, sum, kWarp - 1);
-      }
-      __syncwarp();
-    }
-    // The second pass left every slot's end: shift them into beginnings.
-    for (int base = (found - 1) / kWarp * kWarp; base >= 0; base -= kWarp) {
-      const int end = base + lane < found ? r.start[base + lane] : 0;
-      __syncwarp();
-      if (base + lane < found) r.start[base + lane + 1] = static_cast<uint16_t>(end);
-      __syncwarp();
-    }
-    if (lane == 0) r.start[0] = 0, r.found = found;
-    __syncwarp();
-    int turns = 0;
-    for (int base = 0; base < found; base += kWarp) {
-      const int slot = base + lane, mine = slot < found ? (r.start[slot + 1] - r.start[slot] + most - 1) / most : 0, sum = turns + upto(mine);
-      if (slot < found) r.turn[slot] = static_cast<uint16_t>(sum - mine);
-      for (int i = sum - mine; i < sum; ++i) r.slot[i] = static_cast<uint16_t>(slot);
-      turns = __shfl_sync(kAll, sum, kWarp - 1);
-    }
-    if (lane == 0) r.turn[found] = static_cast<uint16_t>(turns);
+  meet();
+
+  // A thread has some neighbouring experts: how many are chosen, by how many rows, in how many turns; then the sums over those before.
+  constexpr int EACH = (kMostExperts + THREADS - 1) / THREADS;
+  const int begin = thread * EACH, end = min(begin + EACH, kMostExperts);
+  int own = 0, own_places = 0;
+#pragma unroll(AHEAD)
+  for (int e = begin; e < end; ++e) {
+    const int n = r.rows_of(e);
+    own += n > 0, own_places += n | (n + MOST - 1) / MOST << 16;
   }
-  __syncthreads();
+  int slot = own, places = own_places;
+#pragma unroll
+  for (int d = 1; d < kWarp; d *= 2) {
+    const int below = __shfl_up_sync(kAll, slot, d), below_places = __shfl_up_sync(kAll, places, d);
+    if (lane >= d) slot += below, places += below_places;
+  }
+  if (lane == kWarp - 1) r.total[warp] = make_int2(slot, places);
+  meet();
+  const int2 total = lane < THREADS / kWarp ? r.total[lane] : make_int2(0, 0);
+  slot += __reduce_add_sync(kAll, lane < warp ? total.x : 0) - own;
+  places += __reduce_add_sync(kAll, lane < warp ? total.y : 0) - own_places;
+  const int found = __reduce_add_sync(kAll, total.x), turns = __reduce_add_sync(kAll, total.y) >> 16;
+#pragma unroll 1
+  for (int e = begin, at = slot, start = places & 0xffff; e < end; ++e) {
+    const int n = r.rows_of(e);
+    if (e % 32 == 0) r.below[e / 32] = static_cast<uint16_t>(at);
+    if (n == 0) continue;
+    r.expert[at] = static_cast<uint16_t>(e), r.start[at++] = static_cast<uint16_t>(start);
+    start += n;
+  }
+  if (thread == 0) r.found = found, r.start[found] = static_cast<uint16_t>(count);
+  meet();
+#pragma unroll(AHEAD)
+  for (int i = thread; i < count; i += THREADS) {
+    const int id = ids[i];
+    r.place[r.start[r.slot_of(id)] + r.rows_of(id, i / top_k)] = static_cast<uint16_t>(i);
+  }
+  meet();
+#pragma unroll 1
+  for (int at = slot, turn = places >> 16; at < slot + own; ++at) {
+    const int n = r.start[at + 1] - r.start[at];
+    r.turn[at] = static_cast<uint16_t>(turn);
+    for (int i = 0; i < n; i += MOST) r.slot[turn++] = static_cast<uint16_t>(at);
+  }
+  if (thread == 0) r.turn[found] = static_cast<uint16_t>(turns);
+  meet();
 }
 
 }  // namespace cuda

@@ -13,5 +13,10 @@ namespace cuda {
 // pitch: elements from a row to the next, a multiple of 8, where that is not dims[0].
 CUtensorMap bf16_map(const void* base, const std::vector<uint64_t>& dims, int rows, uint64_t pitch = 0);
 
+// Of `rows` rows of `pitch` bytes at a and, unless they are the same, as many at b (both and the pitch on 16 bytes): boxes of `wide` bytes x `high`
+// rows of each of the two, of which the one that lies lower in memory comes first. Swizzled as above, then 128 bytes wide, or not at
+// all. What lies outside the rows reads as zeros.
+CUtensorMap row_map(const void* a, const void* b, uint64_t pitch, uint64_t rows, int wide, int high, bool swizzled);
+
 }  // namespace cuda
 }  // namespace kdtree

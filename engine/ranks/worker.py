@@ -6,6 +6,7 @@ What befalls one rank alone - a lost device, no memory, other weights than it lo
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import re
@@ -139,7 +140,10 @@ def main() -> int:
     rank = int(os.environ["RANK"])
     watch = Watch(rank)
     try:
+        gc.disable()  # importing torch makes hundreds of thousands of objects that stay
         exchange = TorchExchange(sys.argv[1], watch.progress)
+        gc.enable()
+        gc.freeze()
         control = Watch.connect() if rank == 0 else None
         if control:
             control.send(("control",))

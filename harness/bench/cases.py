@@ -1,7 +1,8 @@
 """The cases: one object a shape, whose name is its command-line key. Nothing heavy is imported.
 
 Two families: ``tiny``, the sizes of the config of that name, where a call's overhead is what one sees, and ``k26``, the
-sizes of Kimi K2.6. A GPU gets longer contexts, all 384 experts, and more widths than a CPU with a few GB could serve.
+sizes of Kimi K2.6; ``k26-routed`` has the experts without the shared one, as peers have them. A GPU gets longer
+contexts, all 384 experts, and more widths than a CPU with a few GB could serve.
 """
 
 from __future__ import annotations
@@ -113,6 +114,8 @@ def _family(family: str, s: _Sizes) -> Iterable[Case]:
         for kind in s.kinds:
             yield Case("moe", family, m, s.hidden, s.inner, kind=kind, shared=s.shared, **moe)
             yield Case("moe_block", family, m, s.hidden, s.inner, kind=kind, shared=s.shared, **moe)
+            if family == "k26":
+                yield Case("moe_block", "k26-routed", m, s.hidden, s.inner, kind=kind, **moe)
         for keys in s.contexts:
             for kind in ("", "bf16"):
                 yield Case("mla_attention", family, m, T=keys, kind=kind, **mla)

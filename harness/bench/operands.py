@@ -21,8 +21,8 @@ from harness.bench.clock import Call
 from refs.quant import groups
 
 COPIES = 400  # more are never called: harness.bench.clock.MOST
-OPERATIONS = {"moe_block": ("linear", "router", "moe")}
-"""Of cases that are several; their arguments are then a list for each."""
+OPERATIONS = {"moe_block": "routed_moe"}
+"""Of cases that have another name."""
 BLOCK = 16  # block_size of trees, where a case names no depth
 I32 = npt.NDArray[np.int32]
 
@@ -95,19 +95,17 @@ class Bench:
         arguments, size = make(case, 0)
         copies = min(max(2, -(-rotate // max(size, 1))), COPIES)
         every = [arguments, *(make(case, i)[0] for i in range(1, copies))]
-        operations = [getattr(self.lib, name) for name in OPERATIONS.get(case.op, (case.op,))]
+        operation = getattr(self.lib, OPERATIONS.get(case.op, case.op))
         if self.device != "cpu":
             self.torch.cuda.synchronize()  # operands come from torch's stream, operations run on the backend's
 
-        ids = [
-            given[2][3] if case.op == "moe_block" else given[3] for given in every if case.experts and "moe" in case.op
-        ]
+        place = 6 if case.op == "moe_block" else 3
+        ids = [given[place] for given in every if case.experts and "moe" in case.op]
 
         def call(given: list[Any]) -> Call:
             def run() -> None:
                 with named_errors():
-                    for operation, its in zip(operations, given if len(operations) > 1 else [given], strict=True):
-                        operation(self.handle, *its)
+                    operation(self.handle, *given)
 
             return run
 
@@ -219,17 +217,15 @@ class Bench:
         moe, size = self._moe(c, copy)
         kind = "bf16" if c.kind.endswith("bf16") else "f32"
 
-        def weight() -> tuple[Any, Any]:
+        def weight() -> Any:
             even = self.uniform(c.experts, c.K) * (3 / c.K**0.5)
-            none = self.torch.empty(0, dtype=self.torch.uint8, device=self.device)
-            return (even if kind == "f32" else even.to(self.torch.bfloat16).view(self.torch.uint16)), none
+            return even if kind == "f32" else even.to(self.torch.bfloat16).view(self.torch.uint16)
 
         router = self._kept("router", weight)
         logits, ids = self._zeros(c.M, c.experts), self._ints(np.zeros((c.M, c.top_k)))
-        weights, state = self._zeros(c.M, c.top_k), moe[11]
-        product = [moe[0], moe[1], 1e-5, [router[0]], [router[1]], [logits], 0, state, moe[12]]
-        choice = [logits, self._zeros(c.experts), ids, weights, 1, 1, True, 2.827, 0, state]
-        return [product, choice, [*moe[:3], ids, weights, *moe[5:]]], size
+        weights = self._zeros(c.M, c.top_k)
+        choice = [self._zeros(c.experts), logits, ids, weights, 1, 1, True, 2.827, 0]
+        return [*moe[:3], router, *choice, *moe[5:]], size
 
     def _mla_attention(self, c: Case, copy: int) -> tuple[list[Any], int]:
         q = [self.numbers(c.kind, c.M, c.heads, c.rank), self.numbers(c.kind, c.M, c.heads, c.rope)]

@@ -13,6 +13,7 @@ from typing import Any
 
 from harness.bench.cases import Case
 from harness.bench.clock import Call
+from harness.bench.operands import routes
 from harness.bench.peers import Peer
 from refs.quant import GROUP
 
@@ -57,27 +58,77 @@ def int4pack_calls(case: Case, copies: int) -> Sequence[Call] | None:
     return _spread(call, copies)
 
 
+def _humming_layer(n: int, k: int, experts: int | None = None) -> Any:
+    """W4A16 in groups of 32 of humming-kernels, random nibbles and equal scales."""
+    import torch
+
+    module: Any = importlib.import_module("humming.layer")
+    weights = {"dtype": "int4", "group_size": GROUP}
+    layer = module.HummingLayer(
+        shape_n=n, shape_k=k, weight_config=weights, num_experts=experts, torch_dtype=torch.bfloat16
+    ).cuda()
+    for parameter in layer.parameters():
+        if parameter.is_floating_point():
+            parameter.data.fill_(2**-6)
+        else:
+            parameter.data.view(torch.uint8).random_(0, 256)
+    layer.transform()
+    return layer
+
+
+def _humming_product(layer: Any, rows: int, *, kind: str, invariant: bool) -> tuple[Callable[..., Any], int]:
+    """Its product with the kernel it chooses for so many rows, of which alone it is compiled; rows of a block."""
+    tune: Any = importlib.import_module("humming.tune")
+    config = tune.get_heuristics_config(
+        layer.humming_config, shape_m=rows, use_batch_invariant=invariant, gemm_type=kind
+    )
+    compute = {"use_batch_invariant": invariant, "gemm_type": kind}
+    return partial(layer, compute_config=compute, tuning_config=config), config["block_shape"][0]
+
+
 def humming_calls(case: Case, copies: int, *, invariant: bool) -> Sequence[Call] | None:
     """W4A16 in groups of 32, its own choice of kernel."""
     import torch
 
-    humming: Any = importlib.import_module("humming.layer")
-
     if case.op != "linear" or not case.kind.startswith("int4"):
         return None
-    compute = {"use_batch_invariant": invariant, "gemm_type": "dense"}
 
     def call() -> Call:
-        weights = {"dtype": "int4", "group_size": GROUP}
-        layer = humming.HummingLayer(
-            shape_n=case.N, shape_k=case.K, weight_config=weights, torch_dtype=torch.bfloat16
-        ).cuda()
-        layer.load_from_unquantized(torch.rand(case.N, case.K, device="cuda").bfloat16() - 0.5)
-        layer.transform()
-        x = torch.rand(case.M, case.K, device="cuda").bfloat16()
-        return lambda: layer(x, compute_config=compute)
+        product, _ = _humming_product(_humming_layer(case.N, case.K), case.M, kind="dense", invariant=invariant)
+        return partial(product, torch.rand(case.M, case.K, device="cuda").bfloat16())
 
     return _spread(call, copies)
+
+
+def humming_experts_calls(case: Case, copies: int, *, invariant: bool) -> Sequence[Call] | None:
+    """Its two products of the chosen experts alone: no router, no SiLU, no sum of the experts, no shared expert."""
+    import torch
+
+    if (case.op, case.kind, case.shared) != ("moe_block", "int4-bf16", 0):
+        return None
+    data: Any = importlib.import_module("humming.testing.data")
+    chosen = case.M * case.top_k
+    products = [
+        _humming_product(_humming_layer(n, k, case.experts), chosen, kind="indexed", invariant=invariant)
+        for n, k in ((2 * case.N, case.K), (case.K, case.N))
+    ]
+    inputs = [torch.rand(rows, k, device="cuda").bfloat16() for rows, k in ((case.M, case.K), (chosen, case.N))]
+
+    def call(copy: int) -> Call:
+        ids = torch.from_numpy(routes(case, copy)).to("cuda", torch.int32)
+        made: list[Call] = []
+        for (product, block), x, tops in zip(products, inputs, (case.top_k, 1), strict=True):
+            _, _, order, experts, padded = data.generate_moe_tensors(ids, case.experts, "indexed", block)
+            indices = {"sorted_ids": order, "expert_ids": experts, "num_tokens_padded": padded, "top_k": tops}
+            made.append(partial(product, x, **indices))
+
+        def run() -> None:
+            for one in made:
+                one()
+
+        return run
+
+    return [call(copy) for copy in range(copies)]
 
 
 def flash_mla_calls(case: Case, copies: int) -> Sequence[Call] | None:
@@ -119,5 +170,12 @@ def peers() -> list[Peer]:
         Peer("torch-int4pack", "W4A16 g32", "" if pack else f"torch {torch.__version__} lacks it", int4pack_calls),
         Peer("humming", "W4A16 g32", humming, partial(humming_calls, invariant=False)),
         Peer("humming-invariant", "W4A16 g32, batch-invariant", humming, partial(humming_calls, invariant=True)),
+        Peer("humming-experts", "W4A16 g32, two products", humming, partial(humming_experts_calls, invariant=False)),
+        Peer(
+            "humming-experts-invariant",
+            "W4A16 g32, two products, batch-invariant",
+            humming,
+            partial(humming_experts_calls, invariant=True),
+        ),
         Peer("flash-mla", "bf16 dense decode, no tree", _missing("flash_mla", "sgl-flash-mla"), flash_mla_calls),
     ]

@@ -32,6 +32,7 @@ def _narrow(case: str, widths: tuple[int, ...], floor: float, fast: float, invar
 
 
 UP_TO_16 = (1, 4, 8, 16)
+INVARIANT = (("humming-experts-invariant", 1.4),)
 TARGETS = (
     _narrow("k26-linear-int4-bf16-k7168-n4096-*", UP_TO_16, 1.35, 1.6, 5.0),
     _narrow("k26-linear-int4-bf16-k7168-n4096-*", (64,), 1.7, 1.7, 5.0),
@@ -41,6 +42,15 @@ TARGETS = (
     Target("cuda", "k26-moe_block-int4-bf16-*-e384-*", (4,), 1.15),
     Target("cuda", "k26-moe_block-int4-bf16-*-e384-*", (16,), 1.12),
     Target("cuda", "k26-moe_block-int4-bf16-*-e384-*", (64,), 1.10),
+    *(
+        Target("cuda", "k26-routed-moe_block-int4-bf16-*-e384-*", (m,), floor, (("humming-experts", 1.1), *invariant))
+        for m, floor, invariant in (
+            (1, 1.25, ()),
+            (4, 1.15, INVARIANT),
+            (16, 1.12, INVARIANT),
+            (64, 1.10, INVARIANT),
+        )
+    ),
     Target("cuda", "k26-mla_attention-bf16-t1024-*", UP_TO_16, peers=(("flash-mla", 1.5),)),
     Target("cuda", "k26-mla_attention-bf16-t4096-*", UP_TO_16, peers=(("flash-mla", 1.5),)),
     Target("cuda", "k26-mla_attention-bf16-t32768-*", (16, 64), peers=(("flash-mla", 0.95),)),

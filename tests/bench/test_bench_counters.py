@@ -41,16 +41,21 @@ def test_a_case_owns_the_kernels_printed_before_it() -> None:
 
 def test_figures_are_numbers_under_their_units() -> None:
     kernel = (
-        '"void kdtree::<unnamed>::stream_kernel<kdtree::<unnamed>::Shape<(int)2, (int)1>>(kdtree::<unnamed>::Params)"'
+        '"void kdtree::cuda::<unnamed>::stream_kernel<kdtree::<unnamed>::Shape<(int)2, (int)1>>(kdtree::cuda::Params)"'
     )
     start = f'"0","1878",{kernel},"(256, 1, 1)","(128, 1, 1)"'
+    other = '"1","1878","next_kernel","(32, 1, 1)","(1, 1, 1)","Occupancy","Achieved Occupancy","%","50"'
     rows = table(
+        '"","","","","","","","",""',
+        other,
         f'{start},"GPU Speed Of Light Throughput","Duration","ns","12,448"',
         f'{start},"GPU Speed Of Light Throughput","SM Frequency","hz","1860000000"',
         f'{start},"Memory Workload Analysis","Local Memory Spilling Requests","","0"',
         f'{start},"Occupancy","","",""',
+        f'{start},"Occupancy","Achieved Occupancy","%",""',
     )
-    (found,) = kernels(rows, {0: "a case"})
+    found, following = kernels(rows, {0: "a case"})
+    assert (following["case"], following["figures"]) == ("", {"Achieved Occupancy [%]": 50.0})
     assert found["kernel"] == "void stream_kernel<Shape<2, 1>>(Params)"
     assert found["figures"] == {"Duration [ns]": 12448.0, "Local Memory Spilling Requests": 0.0}
     assert (found["case"], found["grid"]) == ("a case", "(128, 1, 1)")

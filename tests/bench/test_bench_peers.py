@@ -52,5 +52,7 @@ def test_an_absent_peer_is_listed_with_its_remedy(monkeypatch: pytest.MonkeyPatc
     assert absent(peers_cuda.peers()) == {
         "humming": "not installed: pip install humming-kernels",
         "humming-invariant": "not installed: pip install humming-kernels",
+        "humming-experts": "not installed: pip install humming-kernels",
+        "humming-experts-invariant": "not installed: pip install humming-kernels",
         "flash-mla": "not installed: pip install sgl-flash-mla",
     }

@@ -20,16 +20,17 @@ def timing(us: float) -> clock.Timing:
     return clock.Timing(us, us, us, us, 5)
 
 
+OWN, FLOOR, PEER = (60.0, 30.0, 60.0, 30.0, 45.0), (40.0, 20.0, 40.0, 20.0, 20.0), (90.0, 45.0, 90.0, 45.0, 67.5)
+"""Microseconds by turn, on a memory that changes: the floor is fast in the last one, when its turn comes."""
+
+
 @dataclass
 class Machine:
-    """A memory that is half as fast in every other turn."""
+    """A memory that serves others, too."""
 
     device: str = "cpu"
     turn: int = -1
     said: list[str] = field(default_factory=list)
-
-    def slowness(self) -> float:
-        return 1.0 + self.turn % 2
 
     def calls(self, case: Case, rotate: int) -> Calls:
         return Calls([lambda: None], [[]], 1, [])
@@ -37,11 +38,11 @@ class Machine:
     def timed(self, calls: Any, seconds: float) -> clock.Timing:
         self.turn += 1
         self.said.append("own")
-        return timing(30.0 * self.slowness())
+        return timing(OWN[self.turn])
 
     def floor(self, size: int) -> float:
         self.said.append("floor")
-        return 20.0 * self.slowness()
+        return FLOOR[self.turn]
 
 
 def test_turns_follow_a_memory_that_changes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,7 +50,7 @@ def test_turns_follow_a_memory_that_changes(monkeypatch: pytest.MonkeyPatch) -> 
 
     def wall(calls: Any, seconds: float) -> clock.Timing:
         machine.said.append("peer")
-        return timing(45.0 * machine.slowness())
+        return timing(PEER[machine.turn])
 
     def fails(case: Case, copies: int) -> None:
         raise RuntimeError("no such operation")
@@ -61,6 +62,6 @@ def test_turns_follow_a_memory_that_changes(monkeypatch: pytest.MonkeyPatch) -> 
     line = ops.measure(cast(Bench, machine), CASE, limits, [*peers, Peer("ill", "", "", fails)], 0.1)
     assert machine.said == ["own", "floor", "peer"] * ops.TURNS["cpu"]
     assert line.x_floor == pytest.approx(1.5), "each turn beside its own floor"
-    assert line.peers == {"one": pytest.approx(1.5 * line.us)}
+    assert (line.us, line.floor_us, line.peers) == (45.0, 20.0, {"one": 67.5})
     assert line.peer_errors == {"ill": "RuntimeError: no such operation"}
     assert line.samples == 5 * ops.TURNS["cpu"]

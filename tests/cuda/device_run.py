@@ -76,6 +76,22 @@ def stages(out: Path, scratch: Path) -> dict[str, Stage]:
         file = ["--file", str(scratch / "k26.kdtr"), "--json", str(out / "ranks.json")]
         return [*module, "harness.bench.ranks", "--ranks", "2", *file]
 
+    def timeline() -> list[str]:
+        file = ["--file", str(scratch / "k26.kdtr"), "--layers", "8"]
+        return [
+            *module,
+            "harness.bench.timeline",
+            *file,
+            "-M",
+            "1",
+            "-M",
+            "16",
+            "-M",
+            "64",
+            "--json",
+            str(out / "timeline.json"),
+        ]
+
     return {
         "environment": Stage([*harness, "doctor"], 60),
         "gpu": Stage([*module, "harness.gpu", "--json"], 60),
@@ -100,6 +116,7 @@ def stages(out: Path, scratch: Path) -> dict[str, Stage]:
         "ranks-tests": Stage([*pytest, "tests/cuda/test_ranks.py"], 200, gpus=2),
         "ranks-matrix": Stage(matrix("ranks-matrix", "-n", "0", "--ranks", "2"), 500, gpus=2),
         "ranks": Stage(ranks(), 400, gpus=2),
+        "timeline": Stage(timeline(), 120),
         "counters": Stage([*module, "harness.bench.counters", "--json", str(out / "counters.json")], 300),
         "bench": Stage(bench(), 550),
     }

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -64,3 +66,21 @@ def test_a_stage_beside_others_has_all_the_time_that_is_left() -> None:
     """One that began at second 100 of a run that must end at 660 may last until then, whenever it is waited for."""
     assert device_run.allowed(Stage([], 520), 100, 660) == 520
     assert device_run.allowed(Stage([], 600), 100, 660) == 560
+
+
+@pytest.mark.slow
+def test_what_is_allowed_ends_a_stage(trail: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_run, "allowed", lambda stage, began, stop: 0.1 if stage.limit == 19 else stage.limit)
+    stages = device_run.stages(trail, trail)
+    stages["endless"] = Stage(say("endless", "import time; time.sleep(6)"), 19)
+    stages["using"] = Stage(say("using"), 20)
+    assert device_run.main([str(trail), "--only", "endless", "using"]) == 1
+    assert statuses(trail) == {"endless": 124, "using": 0}
+
+
+@pytest.mark.slow
+def test_the_time_of_a_stage_counts_from_its_beginning(tmp_path: Path) -> None:
+    (tmp_path / "late.log").touch()
+    with subprocess.Popen(say("late", "import time; time.sleep(6)"), start_new_session=True) as process:
+        found = device_run.end("late", (process, time.monotonic() - 100), 101, tmp_path)
+    assert found["status"] == 124

@@ -59,11 +59,12 @@ def test_exchanges_are_part_of_the_graph(golden: Golden, ranked: RankedEngine) -
     assert calls[2] - calls[1] == prefill + 1
 
 
-def test_a_rank_allocates_what_is_planned(golden: Golden, ranked: RankedEngine) -> None:
-    path = Path(golden.file.file)
+@pytest.mark.parametrize("precision", ["fp32", "int4", "bf16"])
+def test_a_rank_allocates_what_is_planned(golden: Golden, ranked: RankedEngine, precision: str) -> None:
+    path = ensure(["eight"])["eight"] if precision == "bf16" else Path(golden.file.file)
     config = ModelConfig.of(split(read(path).fields)[0], str(path))
-    planned = plan.plan(config, "int4", 2, 300, 24)
-    with ranked.load(path, "int4", context=300, max_rows=24) as session:
+    planned = plan.plan(config, precision, 2, 300, 24)
+    with ranked.load(path, precision, context=300, max_rows=24) as session:
         held, _ = session.memory()
     assert held <= planned.total <= 1.1 * held
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from engine.library import library, named_errors
 from harness.environment import survey
+
+if TYPE_CHECKING:  # conftest.py, which every run reads first, needs devices() alone
+    import torch
 
 Array = npt.NDArray[Any]
 F32 = npt.NDArray[np.float32]
@@ -75,7 +77,9 @@ class Ops:
     """One backend. Arguments are numpy arrays (or tensors already on the device), results are numpy arrays."""
 
     def __init__(self, device: str, poison: bool = True) -> None:
-        self.device = device
+        import torch
+
+        self.device, self._torch = device, torch
         self.lib = library(device)
         with named_errors():
             self.handle = self.lib.backend_open(device, poison)
@@ -94,8 +98,8 @@ class Ops:
 
     def tensor(self, array: Array) -> torch.Tensor:
         if self.device == "cpu":
-            return torch.from_numpy(np.array(array, order="C"))
-        return torch.from_numpy(np.ascontiguousarray(array)).to(self.device)
+            return self._torch.from_numpy(np.array(array, order="C"))
+        return self._torch.from_numpy(np.ascontiguousarray(array)).to(self.device)
 
     def empty(self, *shape: int, dtype: Any = np.float32) -> torch.Tensor:
         """A result to be written: poisoned, so that what is not written shows."""
@@ -120,7 +124,7 @@ class Ops:
 
     def call(self, name: str, *arguments: Any) -> None:
         if self.device != "cpu":
-            torch.cuda.synchronize()  # the tensors were made on torch's stream, the operation runs on the backend's
+            self._torch.cuda.synchronize()  # the tensors were made on torch's stream, not on the backend's
         with named_errors():
             getattr(self.lib, name)(self.handle, *arguments)
 

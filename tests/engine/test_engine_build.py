@@ -116,6 +116,22 @@ def test_another_torch_is_another_build(tree: Path, monkeypatch: pytest.MonkeyPa
     assert build() != first
 
 
+def test_a_build_that_is_there_is_found_without_importing_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under the key that a process has which imported torch: what is read of torch and of the compiler is the same."""
+    import torch
+
+    library, imported = build(), toolchain.torch_build()
+    assert imported == [torch.__version__, torch.version.git_version, torch.version.cuda]
+    for name in (None, "g++ -pipe"):
+        with monkeypatch.context() as changed:
+            changed.setenv("CXX", name) if name else changed.delenv("CXX", raising=False)
+            assert toolchain.cxx() == toolchain.extension().get_cxx_compiler()
+    monkeypatch.delitem(sys.modules, "torch")
+    assert toolchain.torch_build() == imported
+    assert build() == library
+    assert "torch" not in sys.modules
+
+
 def test_the_key_covers_what_the_compiler_read() -> None:
     """Of the real build: ninja holds the compiler's own list of the files that each object came from."""
     library = build()
@@ -162,7 +178,7 @@ def test_a_header_of_any_folder_is_in_the_key_of_who_includes_it(tree: Path) -> 
     ]
 
     def key() -> str:
-        return builder._key([tree / "csrc" / "value.cpp"], {"cxx": []}, "", "", ())
+        return builder._key([tree / "csrc" / "value.cpp"], {"cxx": []}, [], "", "", ())
 
     first = key()
     (tree / "csrc" / "cuda" / "other.h").write_text("int x;\n")

@@ -1,8 +1,11 @@
-"""How attention cuts a row's keys (csrc/cuda/mla_plan.h): the kernels' own functions, compiled for the host."""
+"""How attention cuts a row's keys (csrc/cuda/mla_plan.h), and what scratch is asked for: the kernels' own functions,
+compiled for the host.
+"""
 
 from __future__ import annotations
 
 import subprocess
+from dataclasses import replace
 
 import pytest
 
@@ -14,6 +17,7 @@ PROGRAM = """
 #include <cstdio>
 #include <cstdlib>
 #include "cuda/mla_plan.h"
+#include "cuda/moe_scratch.h"
 int main(int argc, char** argv) {
   for (int keys; std::scanf("%d", &keys) == 1;) {
     std::printf("%d %d %d\\n", kdtree::split_chunks(keys), kdtree::splits_of(keys), kdtree::splits_bound(keys));
@@ -40,6 +44,12 @@ int main(int argc, char** argv) {
       for (int keys : {64, 2559, 2560, 4096, 40961, 131072, 262145}) {
         std::printf("%zu ", kdtree::parts_scratch(heads, rows, keys));
       }
+    }
+  }
+  std::printf("\\n");
+  for (int rows : {1, 24, 65, 4096}) {
+    for (int inner : {96, 2048, 2056}) {
+      for (int dim : {64, 136, 7168}) std::printf("%zu ", kdtree::cuda::MoeScratch(nullptr, rows, 8, inner, dim).bytes);
     }
   }
   std::printf("\\n");
@@ -109,6 +119,14 @@ def test_a_plan_knows_the_scratch(output: list[str]) -> None:
     ]
     assert list(map(int, output[len(LENGTHS) + 1].split())) == [
         plan.hopper_scratch(config, h, k, r) for h, r, k in sizes
+    ]
+
+
+def test_a_plan_knows_the_scratch_of_experts(output: list[str]) -> None:
+    config = replace(plan.find(plan.K26), num_experts_per_tok=8)
+    sizes = [(r, i, d) for r in (1, 24, 65, 4096) for i in (96, 2048, 2056) for d in (64, 136, 7168)]
+    assert list(map(int, output[len(LENGTHS) + 2].split())) == [
+        plan.moe_scratch(replace(config, moe_intermediate_size=i, hidden_size=d), r) for r, i, d in sizes
     ]
 
 

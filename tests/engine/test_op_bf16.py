@@ -191,7 +191,7 @@ def test_moe(ops: Ops, kind: str, m: int, dim: int, inner: int, experts: int, k:
     )  # fmt: skip
     out, act, shared_act = case.run(ops, slice(None))
     counted = "experts_bf16" if kind == "bf16" else "experts_int4_bf16"
-    own = ("_norm", "_order", "_down", "_stream", "_combine")  # of the kernels that one backend takes for it
+    own = ("_norm", "_order", "_down", "_stream")  # of the kernels that one backend takes for it
     assert {c for c in ops.counters() if c.startswith("experts") and not c.endswith(own)} == {counted}
     gate, up, down = (w[2] for w in made)
     want_act, want = np.zeros(act.shape), case.x.astype(np.float64)

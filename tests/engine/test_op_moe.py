@@ -173,6 +173,44 @@ def test_experts(ops: Ops, kind: str, sizes: tuple[int, int, int, int, int, int]
 
 
 @pytest.mark.parametrize("kind", ["f32", "int4"])
+def test_routed_is_the_product_the_choice_and_the_experts(ops: Ops, kind: str) -> None:
+    """One operation in place of three: the same bits of everything that they leave, and the same kernels."""
+    case = Case.make(kind, 5, 64, 48, 30, 6, 48)
+    router, bias = draw(np.random.default_rng(1), 30, 64), draw(np.random.default_rng(2), 30) * 0.1
+    x, norm, none = ops.tensor(case.x), ops.tensor(case.norm), ops.tensor(np.empty(0, np.uint8))
+    stored = [[ops.tensor(w) for w in part] for part in (case.experts, case.scales, case.shared)]
+    left, counts = [], []
+    for routed in (False, True):
+        logits, ids, weights = ops.empty(5, 30), ops.empty(5, 6, dtype=np.int32), ops.empty(5, 6)
+        act, shared_act, out, state = ops.empty(5, 6, 48), ops.empty(5, 48), ops.tensor(case.x), ops.state(5)
+        how, around = [2, 1, True, 2.5, 7], [act, shared_act, out, state]
+        before = ops.counters()
+        if routed:
+            ops.call(
+                "routed_moe",
+                x,
+                norm,
+                1e-5,
+                ops.tensor(router),
+                ops.tensor(bias),
+                logits,
+                ids,
+                weights,
+                *how,
+                *stored,
+                *around,
+            )
+        else:
+            ops.call("linear", x, norm, 1e-5, [ops.tensor(router)], [none], [logits], 0, state)
+            ops.call("router", logits, ops.tensor(bias), ids, weights, *how, state)
+            ops.call("moe", x, norm, 1e-5, ids, weights, *stored, *around)
+        left.append([made.cpu().numpy().tobytes() for made in (logits, ids, weights, act, shared_act, out)])
+        counts.append({name: count - before.get(name, 0) for name, count in ops.counters().items()})
+    assert left[0] == left[1]
+    assert counts[0] == counts[1]
+
+
+@pytest.mark.parametrize("kind", ["f32", "int4"])
 def test_rows_do_not_depend_on_each_other(ops: Ops, kind: str) -> None:
     case = Case.make(kind, *CASES[3])
     whole = case.run(ops)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import gc
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +16,8 @@ from together import Together
 
 import engine
 from engine.ranks.arena import Arena
-from engine.session import CsrcSession
+from engine.ranks.member import member
+from engine.session import CsrcEngine, CsrcSession
 from harness.bundles import ensure
 from harness.golden import Golden
 from harness.matrix import PRECISIONS
@@ -181,3 +184,22 @@ def test_exchanges_of_a_step(bundle: Path) -> None:
         gathers, broadcasts = many.exchange.gathers - before[0], many.exchange.broadcasts - before[1]
         prefill = 1 + 4 * layers + 1, 1
         assert (gathers, broadcasts) == (prefill[0] + 5 * (4 * layers + 3), prefill[1] + 5 * 2)
+
+
+def test_a_session_keeps_what_it_calls(bundle: Path) -> None:
+    """The engine that opened it may go, and with it nobody else holds the functions of the exchanges."""
+
+    def repeat(recv: int, send: int, size: int, stream: int) -> None:
+        ctypes.memmove(recv, ctypes.string_at(send, size) * 2, 2 * size)
+
+    place = member(0, 2, repeat, lambda data, size, stream: None)
+    seen = weakref.ref(place)
+    session = CsrcEngine("cpu", place).load(bundle, "fp32")
+    del place
+    gc.collect()
+    assert seen() is not None
+    assert session.prefill([1, 2]).shape == (2, session.vocab)
+    session.close()
+    del session
+    gc.collect()
+    assert seen() is None

@@ -5,12 +5,14 @@ from __future__ import annotations
 from itertools import pairwise
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from engine.library import library
 
 HOPPER, BLACKWELL = 232448, 101376  # bytes of shared memory a block may have on sm_90 and sm_120
-STATIC = 14336  # of moe's kernels, at most
+STATIC = 16384  # of moe's kernels, at most
+BOX_STATIC = {1: 7168, 0: 20480}  # of those for Hopper, staged or not
 PRODUCTS = [
     ("linear", False),
     ("linear", True),
@@ -97,20 +99,71 @@ def test_the_blocks_of_a_cluster_share_the_norm_of_many_rows(int4: bool) -> None
 
 @pytest.mark.parametrize("shared", [HOPPER, BLACKWELL])
 @pytest.mark.parametrize("product", ["gate_up", "down"])
-def test_a_variant_of_the_experts_fits(product: str, shared: int) -> None:
-    """Whatever the rows, one serves; those of a whole step are in shared memory or not at all; groups are whole."""
+def test_the_experts_kernels_for_every_device_fit(product: str, shared: int) -> None:
+    """Whatever the sizes and the rows."""
     for k in (8, 64, 104, 1536, 2048, 7168, 8192, 18432):
+        texts = {plan(product, k, rows, shared=shared) for rows in WIDTHS}
+        assert len(texts) == 1
+        name, bytes_ = texts.pop().split()
+        assert name == "stream"
+        assert int(bytes_) + STATIC <= shared
+
+
+@pytest.mark.parametrize("product", ["gate_up", "down"])
+def test_boxes_of_the_experts_fit_and_begin_where_segments_do(product: str) -> None:
+    """Rows of whole boxes, on a Hopper; warps that share K begin at boxes of either kind of weights."""
+    for k in (256, 512, 768, 1024, 2048, 2304, 4096, 7168):
         for rows in WIDTHS:
-            text = plan(product, k, rows, shared=shared)
-            staged, split, nt, warps, units, depth, resident, bytes_ = (int(word) for word in text.split())
-            assert bytes_ * resident + STATIC <= shared
+            text = plan(f"{product}_boxes", k, rows)
+            staged, split, warps, wide, depth, span, resident, bytes_ = (int(word) for word in text.split())
+            assert (bytes_ + BOX_STATIC[staged] + 1024) * resident <= HOPPER + 1024
+            ring = warps * depth * wide * (2048 + span * 256)
+            assert bytes_ >= ring + staged * min(rows, 8) * 2 * k + (split > 1) * warps // split * 4 * 8 * 64 * min(
+                rows, 4
+            )
             assert not staged or (product == "gate_up" and rows <= 8)
-            assert 8 % split == 0
+            assert split == 1 or rows <= 8
             assert warps % split == 0
-            assert split == 1 or nt == 1
-            assert depth >= 2
-            assert units in (1, 2)
-    assert plan("gate_up", DIM, 1).split()[0] == "1", "a row alone is normed where it is multiplied"
+            for granule in (128, 32):
+                begins = library("cpu").product_segments(k, granule, 1)
+                assert all(begins[part * 8 // split] // granule % 2 == 0 for part in range(split))
+    for k in (8, 104, 1000, 7168 + 128):
+        assert plan(f"{product}_boxes", k, 4) == plan(product, k, 4), "no whole boxes"
+    assert plan(f"{product}_boxes", 7168, 64, shared=BLACKWELL) == plan(product, 7168, 64, shared=BLACKWELL), "no room"
+
+
+@pytest.mark.parametrize(("blocks", "groups"), [(1, 1), (15, 2), (132, 1), (132, 4), (132, 8)])
+def test_every_item_in_boxes_is_one_groups(blocks: int, groups: int) -> None:
+    """In order, none lost, none twice, and no block reads much more than another."""
+    rng = np.random.default_rng(blocks + groups)
+    for shared, weight, count in [
+        (0, 57, 5),
+        (256, 56, 2048),
+        (448, 228, 72704),
+        (3, 2000, 0),
+        *rng.integers(1, 4000, (20, 3)).tolist(),
+    ]:
+        begins = np.array(library("cpu").box_work(blocks, groups, shared, weight, count), np.int64)
+        assert begins[0] == 0
+        assert begins[-1] == count
+        sizes = np.diff(begins)
+        assert sizes.min() >= 0
+        own = np.bincount(np.arange(shared) % blocks, minlength=blocks)
+        work = 16 * sizes.reshape(blocks, groups).sum(1) + own * weight
+        assert work.max() <= max(work.mean(), (own * weight).max()) + weight + 32
+
+
+def test_the_router_in_one_launch() -> None:
+    """Whether it serves does not depend on the rows; who waits for others leaves half of the places to them."""
+    for k in (64, 200, 7168, 8192):
+        for rows in WIDTHS:
+            choosing, combining, shared = map(int, plan("route", k, rows).split())
+            assert 1 <= choosing <= min(rows, 66)
+            assert 1 <= combining <= 66
+            assert shared <= HOPPER
+    assert [plan("route", 7168, m).split()[0] for m in (1, 16, 64, 500)] == ["1", "16", "64", "64"]
+    assert plan("route", 8200, 1) == "generic", "a row's segment is more than a warp holds"
+    assert plan("route", 100, 1) == "generic"
 
 
 def test_everything_else_is_for_the_generic_kernel() -> None:
@@ -148,6 +201,10 @@ def _turns(rng: np.random.Generator, rows: int, turn: int) -> list[int]:
     return [-(-int(n) // turn) for n in chosen if n > 0]
 
 
+def _in_order(rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    return rows[np.lexsort(rows.T[::-1])]
+
+
 @pytest.mark.parametrize("down", [False, True])
 @pytest.mark.parametrize(("blocks", "groups"), [(1, 1), (15, 2), (132, 4), (132, 16), (132, 24), (264, 8)])
 def test_every_item_of_the_experts_is_one_workers(blocks: int, groups: int, down: bool) -> None:
@@ -159,9 +216,9 @@ def test_every_item_of_the_experts_is_one_workers(blocks: int, groups: int, down
         shared = tiles if around else 0
         given = (blocks, groups, tiles, shared, shared_turns, k, turns, k, False)
         found = np.array(library("cpu").expert_work(*given), np.int64).reshape(-1, 4)
-        want = [(-1, tile, t) for tile in range(shared) for t in range(shared_turns)]
-        want += [(e, tile, t) for e, count in enumerate(turns) for tile in range(tiles) for t in range(count)]
-        assert sorted(map(tuple, found[:, 1:].tolist())) == sorted(want)
+        of_all = [(-1, shared, shared_turns), *((e, tiles, count) for e, count in enumerate(turns))]
+        want = np.concatenate([np.indices((1, t, c)).reshape(3, -1).T + np.array([e, 0, 0]) for e, t, c in of_all])
+        assert np.array_equal(_in_order(found[:, 1:]), _in_order(want))
         cost = np.where(found[:, 1] < 0, 32, 9)
         tile_cost = max(32 * shared_turns if around else 0, 9)  # of what is never cut: all turns of the shared expert
         work = np.bincount(found[:, 0], cost, blocks * groups)

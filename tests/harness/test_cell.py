@@ -25,6 +25,7 @@ from harness.runner import Runner
 from harness.sources import ROOT
 from refs.model import Model
 
+pytestmark = pytest.mark.usefixtures("remembered")
 WIDTHS = {"MAX_ROWS": widths.MAX_ROWS, "PATHS": widths.PATHS, "DEPTH": widths.DEPTH}
 AR, TREE = Point("fp32", "ar", "micro", "", "cpu"), Point("int4", "ddtree", "micro", "noisy", "cpu")
 
@@ -291,6 +292,34 @@ def test_cells_share_a_session_until_one_fails(micro: Path, monkeypatch: pytest.
         assert runner.run(AR, lambda cell: None).verdict is Verdict.FAIL_KERNEL
     assert runner.run(AR, lambda cell: None).verdict is Verdict.PASS
     assert opened == ["fp32", "int4", "fp32"]
+
+
+def test_cells_of_several_ranks_share_ars_run_until_one_fails(micro: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rank's session is another, and runs AR for itself."""
+    asked: list[bool] = []
+    decode = ReferenceSession.decode
+
+    def counted(self: ReferenceSession, request: DecodeRequest) -> Decoded:
+        asked.append(request.draft is None and not request.temperature)
+        return decode(self, request)
+
+    monkeypatch.setattr(ReferenceSession, "decode", counted)
+    monkeypatch.setattr(widths, "RANKED_WIDTHS", (1, 5))
+    monkeypatch.setattr(harness.runner, "create", lambda name, device, ranks: ReferenceEngine(device))
+    runner = Runner("reference", {"micro": micro}, seconds=60, host="here", worker="")
+    two = replace(TREE, ranks=2)
+    runs = []
+    for drafter in ("noisy", "hostile", "oracle"):
+        assert runner.run(replace(two, drafter=drafter), lambda cell: None).verdict is Verdict.PASS
+        runs.append(asked.count(True))
+    assert runs == [1, 1, 1]
+    with monkeypatch.context() as broken:
+        broken.setattr(ReferenceSession, "broken_guard", lambda self: "x")
+        assert runner.run(two, lambda cell: None).verdict is Verdict.FAIL_KERNEL
+    assert runner.run(two, lambda cell: None).verdict is Verdict.PASS
+    assert asked.count(True) == 2
+    runner.run(replace(two, precision="fp32"), lambda cell: None)
+    assert asked.count(True) == 3, "another session's run is no other's"
 
 
 @pytest.mark.slow

@@ -138,6 +138,7 @@ def test_one_cell_by_its_id_through_the_command(start: Command, tmp_path: Path) 
     ledger = ledgers.read(tmp_path / "one")
     assert verdicts(ledger) == {CELL: "ERROR"}
     assert ledger.filter == CELL
+    assert ledger.command.startswith("pytest tests/test_matrix.py ")
     assert ledger.cells[0].seed != 0
     for part in (f"seed {ledger.cells[0].seed}", f"again: nox -s test -- -k {CELL} --engine wrong:error"):
         assert part in done.stdout

@@ -31,6 +31,8 @@ from refs.elementary import F
 from refs.exact import SUMMATIONS
 from refs.model import Index, Model
 
+pytestmark = pytest.mark.usefixtures("remembered")
+
 
 @pytest.fixture
 def path(micro: Path, monkeypatch: pytest.MonkeyPatch) -> Path:

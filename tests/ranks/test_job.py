@@ -43,6 +43,12 @@ def alive(pid: int) -> bool:
         return False
 
 
+def policies(pid: int) -> set[int]:
+    """How the threads of a rank that exchange are scheduled: its first one, and gloo's."""
+    tasks = [task for task in Path(f"/proc/{pid}/task").iterdir() if "gloo" in (task / "comm").read_text()]
+    return {os.sched_getscheduler(int(task)) for task in (pid, *(task.name for task in tasks))} if tasks else set()
+
+
 def gone(pids: list[int], seconds: float) -> bool:
     end = time.monotonic() + seconds
     while any(map(alive, pids)) and time.monotonic() < end:
@@ -90,6 +96,8 @@ def test_a_rank_that_fails_ends_the_job_and_is_named_first(golden: Golden, fault
         assert session.decode(golden.request("noisy")).tokens == golden.tokens
         if fault == "killed":  # a job costs seconds: what a sound one owes is asked of this one
             closed_and_overtaken_say_so(engine, session, golden)
+            if hasattr(os, "SCHED_BATCH"):
+                assert policies(engine.job.pids[1]) == {os.SCHED_BATCH}
         pids = [*engine.job.pids.values(), engine.job.torchrun]
         act(session, engine.job.pids[1])
         start = time.monotonic()

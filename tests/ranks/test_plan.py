@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from engine.ranks.shares import undivided
 from harness.bench import k26
 from harness.bundles import ensure
 from harness.cells import FAILED, INFRASTRUCTURE, PASSED
-from refs.config import ModelConfig
+from refs.config import PRECISIONS, ModelConfig
 from refs.drafter_config import split
 from refs.kdtr import read
 from tests.engine.together import Together
@@ -43,6 +44,15 @@ def test_a_session_allocates_what_is_planned(bundle: Path, precision: str, ranks
     for weights, allocated in held:
         assert sum(size * count for _, size, count, _ in weights.values()) == sum(planned.weights.values())
         assert allocated <= planned.cache + planned.workspace <= 1.1 * allocated
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_scratch_of_experts_is_planned_in_every_precision(precision: str) -> None:
+    """As `csrc/model.cpp` asks for it; a model without experts has none."""
+    sparse = plan.find("tiny")
+    dense = replace(sparse, first_k_dense=sparse.num_layers)
+    taken = [plan._cuda_scratch(config, precision, 4, 300, 24) for config in (sparse, dense)]
+    assert taken == [plan.moe_scratch(sparse, 24), 0]
 
 
 def test_k26_is_as_large_as_it_is_said_to_be() -> None:

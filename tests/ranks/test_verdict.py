@@ -34,9 +34,31 @@ def test_who_lost_the_others_comes_after_who_died(folder: Path) -> None:
     assert blame(ranks, folder, None)[1] == [1, 0]
 
 
+def test_who_did_it_comes_before_who_suffered_it(folder: Path) -> None:
+    ranks = [
+        Rank(0, 1, words=("waited", "an exchange failed")),
+        Rank(1, 2, words=("error", "no memory")),
+        Rank(2, 3, left=1.0),
+        Rank(3, 4, silent=True),
+        Rank(4, 5, words=("diverged", "other logits")),
+    ]
+    for first, line in enumerate(
+        (
+            "rank 4 diverged: other logits",
+            "rank 3 was not heard of",
+            "rank 2 died (pid 3)",
+            "rank 1 failed: no memory",
+            "rank 0 lost the others: an exchange failed",
+        )
+    ):
+        said, order = blame(ranks[: 5 - first], folder, None)
+        assert said.startswith(line)
+        assert order == [*range(4 - first, -1, -1)]
+
+
 def test_the_verdict_waits_until_torchrun_has_told_how_they_died(folder: Path) -> None:
     ranks = [Rank(0, 4710, words=("waited", "")), Rank(1, 4711, left=1.0)]
     assert not told(ranks, folder)
     (folder / OUTPUT).write_text(REPORT, "utf-8")
     assert told(ranks, folder)
-    assert told([Rank(0, 4710), Rank(1, 4711, words=("diverged", ""), left=1.0)], folder)
+    assert told([Rank(0, 4710), Rank(1, 4712, words=("diverged", ""), left=1.0)], folder), "who spoke has told it"

@@ -1,0 +1,58 @@
+// What is left to do when all blocks of a launch have done their part is done by a few of them, in place of a launch more.
+//
+// All but these few leave when they have arrived. The few hold their places while they wait for blocks that may not have begun, so they are
+// few beside the places that a device has: then those find theirs, also where several sessions share it.
+// The counters are zero between launches, because the last block that waited puts them back; so a replayed graph finds them zero.
+#pragma once
+#include "device.cuh"
+
+namespace kdtree {
+namespace cuda {
+
+struct Tickets {
+  unsigned arrived;  // blocks that have done their part
+  unsigned left;     // of those that wait, the ones that no longer look at `arrived`
+  unsigned ahead;    // of an earlier meeting of the same launch: things done
+  unsigned unused;
+};
+
+__device__ __forceinline__ int ticket_add(unsigned* at, int count) {
+  unsigned before;
+  asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;" : "=r"(before) : "l"(at), "r"(count) : "memory");
+  return static_cast<int>(before);
+}
+__device__ __forceinline__ void ticket_wait(const unsigned* at, int all) {
+  unsigned seen;
+  do {
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(seen) : "l"(at) : "memory");
+  } while (static_cast<int>(seen) < all);
+}
+
+// The block has done its part.
+__device__ __forceinline__ void arrive(Tickets* tickets) {
+  __syncthreads();  // one thread publishes for all
+  if (threadIdx.x == 0) ticket_add(&tickets->arrived, 1);
+}
+
+// Waits for `blocks` to have arrived; then the block sees what they wrote. Called by the whole block, by `waiting` blocks of the launch.
+__device__ __forceinline__ void await(Tickets* tickets, int blocks, int waiting) {
+  if (threadIdx.x == 0) ticket_wait(&tickets->arrived, blocks);
+  __syncthreads();
+  if (threadIdx.x == blockDim.x - 1 && ticket_add(&tickets->left, 1) == waiting - 1) {
+    tickets->arrived = 0, tickets->left = 0, tickets->ahead = 0;
+  }
+}
+
+// Tells of `count` things that the block has done and waits until `all` are done, by anyone: by blocks of lower numbers than those that
+// have nothing to tell, so that they have found their places before.
+__device__ __forceinline__ void meet_ahead(Tickets* tickets, int count, int all) {
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    if (count > 0) ticket_add(&tickets->ahead, count);
+    ticket_wait(&tickets->ahead, all);
+  }
+  __syncthreads();
+}
+
+}  // namespace cuda
+}  // namespace kdtree
