@@ -137,6 +137,7 @@ class CudaBackend final : public Backend {
 
   // The products of bf16 activations on tensor cores (stream_plan.h says for which); false: the generic kernel must.
   bool linear_stream(const LinearArgs& a);
+  bool linear_boxes(const LinearArgs& a);  // false where stream::plan_linear_boxes has none
   void linear_wide(const LinearArgs& a);  // where stream::serves_wide
   bool moe_streams(const MoeArgs& a) const;
   bool route_stream(const LinearArgs& a, const RouterArgs& r, const MoeArgs& experts);

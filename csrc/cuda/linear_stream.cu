@@ -273,6 +273,7 @@ bool CudaBackend::linear_stream(const LinearArgs& a) {
     linear_wide(a);
     return true;
   }
+  if (linear_boxes(a)) return true;
   const stream::Variant& v = int4 ? stream::kLinearInt4[variant] : stream::kLinearBf16[variant];
   const Kernel kernel = int4 ? kernel_of<WeightKind::kInt4, stream::kLinearInt4>(variant)
                              : kernel_of<WeightKind::kBf16, stream::kLinearBf16>(variant);
