@@ -52,6 +52,20 @@ int as_int(int64_t value, const char* what) {
   return static_cast<int>(value);
 }
 
+// linear by boxes on Hopper: nt cl warps boxes depth resident held pieces spread, then clusters, outputs a cluster adds at a time, bytes of shared memory a
+// block, and where the clusters' shares of the outputs begin, the end last. Empty where another kernel serves.
+std::vector<int64_t> linear_box_plan(bool int4, int64_t k, int64_t rows, int64_t outputs, bool paired, bool normed, bool hopper, int64_t shared) {
+  const stream::Device device{true, 132, static_cast<size_t>(shared), hopper};
+  const WeightKind kind = int4 ? WeightKind::kInt4 : WeightKind::kBf16;
+  const int all = as_int(outputs, "outputs");
+  const stream::BoxLaunch launch = stream::plan_linear_boxes(device, kind, as_int(k, "k"), as_int(rows, "rows"), all, paired, normed);
+  if (launch.variant < 0) return {};
+  const stream::LinearBoxes& v = int4 ? stream::kBoxesInt4[launch.variant] : stream::kBoxesBf16[launch.variant];
+  std::vector<int64_t> found{v.nt, v.cl, v.warps, v.boxes, v.depth, v.resident, v.held, v.pieces, v.spread, launch.clusters, launch.batch, static_cast<int64_t>(launch.shared)};
+  for (int i = 0; i <= launch.clusters; ++i) found.push_back(stream::share_begin(all, launch.clusters, i));
+  return found;
+}
+
 // Who does what in a launch of moe: for every item four numbers, the worker (block * groups + group), the expert (-1 the shared one,
 // else a place in `turns`, the turns that its rows take), the tile and the turn.
 std::vector<int64_t> expert_work(int64_t blocks, int64_t groups, int64_t tiles, int64_t shared_tiles, int64_t shared_turns, int64_t shared_k,
@@ -125,6 +139,7 @@ KDTREE_LIBRARY_FRAGMENT(KDTREE_LIBRARY, m) {
   m.def("expert_work(int blocks, int groups, int tiles, int shared_tiles, int shared_turns, int shared_k, int[] turns, int k, bool bf16) -> int[]");
   m.def("box_work(int blocks, int groups, int shared, int weight, int count) -> int[]");
   m.def("product_segments(int k, int granule, int cluster) -> int[]");
+  m.def("linear_box_plan(bool int4, int k, int rows, int outputs, bool paired, bool normed, bool hopper, int shared) -> int[]");
   m.def("weight_byte(int first, int row, int groups, int group, int bytes) -> int");
 }
 
@@ -133,5 +148,6 @@ KDTREE_LIBRARY_IMPL(KDTREE_LIBRARY, m) {
   m.impl("expert_work", kdtree::boxed<kdtree::expert_work>);
   m.impl("box_work", kdtree::boxed<kdtree::box_work>);
   m.impl("product_segments", kdtree::boxed<kdtree::product_segments>);
+  m.impl("linear_box_plan", kdtree::boxed<kdtree::linear_box_plan>);
   m.impl("weight_byte", kdtree::boxed<kdtree::weight_byte>);
 }

@@ -151,11 +151,53 @@ constexpr size_t wide_normed(const Device& device, int k, int rows) {
   return serves ? static_cast<size_t>(rows) * k * sizeof(uint16_t) : 0;
 }
 
+// linear for up to kBoxRows rows by the bulk copy engine's boxes (cuda/linear_boxes.cu). nt: tiles of eight activation rows; 0: up to four rows, at the
+// even columns of a tile, int4 alone. A cluster of cl blocks shares K; a warp's ring holds `depth` slots of `boxes` boxes; registers leave room for
+// `resident` blocks a multiprocessor, of which `spread` are of one launch. held: of a product with a norm, tasks a warp holds of `pieces` * 128 elements
+// (cuda/held_rows.cuh); 0: without one. It is for rows of up to `longest` values.
+struct LinearBoxes {
+  int nt, cl, warps, boxes, depth, resident, held, pieces, longest, spread = 1;
+};
+constexpr int kBoxRows = 16, kAnyK = 1 << 30;
+constexpr int kBoxWeightBytes = 2048, kBoxScaleBytes = 256;  // 16 rows x 128 bytes, and int4's scales of them
+constexpr size_t kLinearBoxStatic = 2 << 10;                       // static shared memory of the kernels, at most
+
+// Where worker w's share of `all` begins; that of worker `workers` is the end.
+KDTREE_BOTH constexpr int share_begin(int all, int workers, int w) { return all / workers * w + all % workers * w / workers; }
+
+constexpr int box_columns(const LinearBoxes& v) { return v.nt == 0 ? kColumns / 2 : v.nt * kColumns; }
+// Bytes of a tile's sums: eight segments of 16 weight rows by its columns, two of them a set unless nt is 0.
+constexpr int box_tile_sums(const LinearBoxes& v, int rows) { return kSegments * (v.nt == 0 ? rows * 64 : (rows + 1) / 2 * 128); }
+constexpr size_t linear_box_shared(const LinearBoxes& v, WeightKind kind, int k, int rows, int batch, bool paired) {
+  const size_t ring = static_cast<size_t>(v.warps) * v.depth * v.boxes * (kBoxWeightBytes + (kind == WeightKind::kInt4 ? kBoxScaleBytes : 0));
+  const size_t sums = static_cast<size_t>((batch + v.cl - 1) / v.cl * (paired ? 2 : 1)) * box_tile_sums(v, rows);
+  return ring + sums + kZeros + static_cast<size_t>(v.nt < 2 ? rows : box_columns(v)) * staged_stride(staged_length(k, v.cl, unit_of(kind)));
+}
+
+// Clusters of cl blocks that fill a multiprocessor each of which run at a time: those of four and eight take places that belong together, of which
+// an H200 leaves a dozen multiprocessors.
+constexpr int clusters_at_once(const Device& device, int cl) {
+  return cl <= 2 ? device.multiprocessors / cl : (device.multiprocessors / kSegments - 1) * kSegments / cl;
+}
+
+// What a launch is: a variant of the table (-1: none), clusters that share the outputs (tiles or pairs of tiles), of which each adds `batch` at a time.
+struct BoxLaunch {
+  int variant = -1, clusters = 0, batch = 0;
+  size_t shared = 0;
+};
+
 // In the order in which they are preferred, the widest number of rows last but for one that fits small shared memories; measured in docs/kernels.md.
 constexpr Variant kLinearInt4[] = {{2, 1, 1, 8, 3, 2, 1}, {1, 1, 1, 16, 4, 1, 1}, {1, 2, 1, 16, 4, 1, 2}, {1, 2, 2, 16, 4, 1, 2},
                                    {1, 2, 8, 8, 7, 2, 2}, {2, 4, 8, 8, 5, 1, 4},  {2, 8, 8, 8, 4, 1, 8},  {1, 1, 8, 4, 4, 2, 1}};
 constexpr Variant kLinearBf16[] = {{1, 1, 1, 8, 8, 2, 1}, {1, 1, 8, 8, 8, 2, 1}, {1, 2, 1, 16, 4, 1, 2}, {2, 2, 8, 8, 6, 2, 2},
                                    {2, 4, 8, 8, 5, 1, 4}, {2, 8, 8, 8, 4, 1, 8}, {1, 1, 8, 4, 4, 2, 1}};
+// In the order in which they are preferred; measured in docs/kernels.md.
+constexpr LinearBoxes kBoxesInt4[] = {{0, 1, 8, 1, 4, 2, 0, 0, 4096},  {0, 2, 8, 1, 4, 2, 0, 0, kAnyK},  {1, 2, 8, 1, 4, 2, 0, 0, 4096},
+                                      {1, 2, 16, 1, 3, 1, 0, 0, kAnyK}, {2, 8, 8, 1, 3, 2, 0, 0, 4096}, {2, 2, 16, 1, 2, 1, 0, 0, kAnyK}};
+constexpr LinearBoxes kBoxesBf16[] = {{1, 1, 8, 2, 3, 2, 0, 0, 7168, 2},  {1, 2, 16, 2, 2, 1, 0, 0, kAnyK},   {2, 2, 16, 1, 3, 1, 0, 0, 4096},
+                                      {2, 8, 18, 1, 3, 1, 0, 0, kAnyK},   {1, 1, 16, 1, 2, 2, 2, 2, 2048, 2}, {1, 2, 16, 1, 2, 2, 2, 2, 2048, 2},
+                                      {2, 4, 16, 1, 2, 2, 2, 2, 2048, 2}, {1, 1, 8, 2, 3, 2, 1, 7, 7168},     {1, 8, 9, 2, 2, 2, 1, 7, 7168},
+                                      {2, 8, 9, 2, 3, 1, 2, 7, 7168}};
 constexpr int kShort = 4096;  // int4 rows up to this are short enough for two blocks of eight warps; longer ones are one's with sixteen
 constexpr int kOwnNorm = 2;   // more rows are normed by the blocks of a cluster together, not by every block for itself
 
@@ -209,5 +251,33 @@ constexpr int choose_linear(const Device& device, WeightKind kind, int k, int ro
   };
   return kind == WeightKind::kInt4 ? choose(kLinearInt4, device, rows, paired, bytes) : choose(kLinearBf16, device, rows, paired, bytes);
 }
+// The first variant that takes all rows, and the norm if there is one, and of which as many blocks fit a multiprocessor as registers leave room
+// for; each cluster has the same number of outputs or one less.
+constexpr bool fits_linear_boxes(const LinearBoxes& v, WeightKind kind, int k, int rows, bool normed) {
+  if (rows > box_columns(v) || k > v.longest || normed != (v.held > 0)) return false;
+  return !normed || (rows * (kSegments / v.cl) <= v.warps * v.held && staged_length(k, kSegments, unit_of(kind)) <= v.pieces * 128);
+}
+template <int COUNT>
+constexpr BoxLaunch plan_linear_boxes(const LinearBoxes (&table)[COUNT], const Device& device, WeightKind kind, int k, int rows, int outputs, bool paired, bool normed) {
+  for (int i = 0; i < COUNT; ++i) {
+    const LinearBoxes& v = table[i];
+    const int most = clusters_at_once(device, v.cl) * v.spread;
+    if (most <= 0 || !fits_linear_boxes(v, kind, k, rows, normed)) continue;
+    const int each = (outputs + most - 1) / most;
+    for (int batch = each; batch > 0; batch = batch == 1 ? 0 : (batch + 1) / 2) {
+      const size_t bytes = linear_box_shared(v, kind, k, rows, batch, paired);
+      if ((bytes + kLinearBoxStatic + 1024) * static_cast<size_t>(v.resident) <= device.shared + 1024) return {i, (outputs + each - 1) / each, batch, bytes};
+    }
+  }
+  return {};
+}
+// int4: scales are copied sixteen bytes at a time, eight groups of a row.
+constexpr BoxLaunch plan_linear_boxes(const Device& device, WeightKind kind, int k, int rows, int outputs, bool paired, bool normed) {
+  const bool int4 = kind == WeightKind::kInt4;
+  if (!device.wgmma || rows > kBoxRows || outputs <= 0 || k <= 0 || k % (int4 ? 256 : 8) != 0) return {};
+  return int4 ? plan_linear_boxes(kBoxesInt4, device, kind, k, rows, outputs, paired, normed)
+              : plan_linear_boxes(kBoxesBf16, device, kind, k, rows, outputs, paired, normed);
+}
+
 }  // namespace stream
 }  // namespace kdtree

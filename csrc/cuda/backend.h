@@ -137,6 +137,7 @@ class CudaBackend final : public Backend {
 
   // The products of bf16 activations on tensor cores (stream_plan.h says for which); false: the generic kernel must.
   bool linear_stream(const LinearArgs& a);
+  bool linear_boxes(const LinearArgs& a);  // false where stream::plan_linear_boxes has none
   bool linear_wide(const LinearArgs& a);  // where stream::serves_wide; false where its blocks would not all run at a time
   void linear_whole(const LinearArgs& a, const uint16_t* x, int ldx);  // where stream::serves_whole; x as linear_wide's blocks read it
   // x[m] normed, rounded and in the products' order to to[m], [max_rows, stride], zeros from k on; granule: as segments of K are cut.

@@ -270,6 +270,7 @@ bool CudaBackend::linear_stream(const LinearArgs& a) {
   if (!ready) return false;
   ++(*counting_)[int4 ? "linear_int4_bf16_stream" : "linear_bf16_stream"];
   if (stream::serves_wide(device_shape_, a.w[0].kind, k, a.max_rows) && linear_wide(a)) return true;
+  if (linear_boxes(a)) return true;
   const stream::Variant& v = int4 ? stream::kLinearInt4[variant] : stream::kLinearBf16[variant];
   const Kernel kernel = int4 ? kernel_of<WeightKind::kInt4, stream::kLinearInt4>(variant)
                              : kernel_of<WeightKind::kBf16, stream::kLinearBf16>(variant);

@@ -63,7 +63,8 @@ CUtensorMap row_map(const void* a, const void* b, uint64_t pitch, uint64_t rows,
   const cuuint64_t two = low == up ? 1 : 2, apart = low == up ? pitch * rows : static_cast<cuuint64_t>(up - low);
   return encoded(CU_TENSOR_MAP_DATA_TYPE_UINT8, "bytes", low, {pitch, rows, two}, {pitch, apart},
                  {static_cast<cuuint32_t>(wide), static_cast<cuuint32_t>(high), static_cast<cuuint32_t>(two)},
-                 swizzled ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_L2_PROMOTION_NONE);
+                 !swizzled ? CU_TENSOR_MAP_SWIZZLE_NONE : wide == 64 ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B,
+                 CU_TENSOR_MAP_L2_PROMOTION_NONE);
 }
 
 }  // namespace cuda

@@ -174,6 +174,63 @@ def test_everything_else_is_for_the_generic_kernel() -> None:
         plan("router", 7168, 1)
 
 
+BOX_FIELDS = ["nt", "cl", "warps", "boxes", "depth", "resident", "held", "pieces", "spread", "clusters", "batch"]
+BOX_FIELDS += ["shared"]
+BOX_ROWS = [(1, False), (2, True), (4, False), (5, False), (8, True), (9, False), (16, False), (17, False)]
+
+
+def box_plan(
+    int4: bool, k: int, rows: int, outputs: int, *, paired: bool = False, normed: bool = False, shared: int = HOPPER
+) -> tuple[dict[str, int], list[int]]:
+    """The shape of linear's launch by boxes and where its clusters' shares begin; nothing if another kernel serves."""
+    found = [int(n) for n in library("cpu").linear_box_plan(int4, k, rows, outputs, paired, normed, True, shared)]
+    return dict(zip(BOX_FIELDS, found, strict=False)), found[len(BOX_FIELDS) :]
+
+
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("int4", [False, True])
+def test_a_launch_by_boxes_fits_and_shares_out_all_outputs(int4: bool, normed: bool) -> None:
+    """Whatever the sizes; every cluster has as many outputs as the next, or one more."""
+    seen = 0
+    for k in (8, 64, 256, 1536, 2048, 7168, 8192, 18432):
+        for rows, paired in BOX_ROWS:
+            for outputs in (1, 7, 132, 448, 10240):
+                v, begins = box_plan(int4, k, rows, outputs, paired=paired, normed=normed)
+                if not v:
+                    continue
+                seen += 1
+                assert rows <= 16
+                assert not int4 or k % 256 == 0, "scales are copied eight at a time"
+                assert rows <= (v["nt"] * 8 or 4)
+                assert v["resident"] * (v["shared"] + 2048 + 1024) <= HOPPER + 1024
+                assert v["warps"] % (8 // v["cl"]) == 0
+                assert v["clusters"] * v["cl"] <= 132 * v["spread"], "all at once"
+                assert v["spread"] <= v["resident"]
+                shares = [b - a for a, b in pairwise(begins)]
+                assert begins[0] == 0
+                assert begins[-1] == outputs
+                assert len(shares) == v["clusters"]
+                assert 1 <= max(shares) <= min(shares) + 1
+                assert 1 <= v["batch"] <= max(shares)
+                assert (v["held"] > 0) == normed
+                if normed:
+                    begin = library("cpu").product_segments(k, 128 if int4 else 32, v["cl"])
+                    assert max(b - a for a, b in pairwise(begin[:9])) <= 128 * v["pieces"]
+                    assert rows * 8 // v["cl"] <= v["warps"] * v["held"]
+    assert seen > 0 or (int4 and normed), "no model has an INT4 product with a norm"
+
+
+def test_the_products_of_a_k26_step_come_by_boxes() -> None:
+    """Up to 16 rows; elsewhere than on Hopper none."""
+    tiles = {"o": (8192, 448), "q_b": (1536, 768), "q_a + kv_a": (7168, 132)}
+    for rows in range(1, 17):
+        for name, (k, outputs) in tiles.items():
+            assert box_plan(False, k, rows, outputs, normed=name != "o")[0], (name, rows)
+            assert not library("cpu").linear_box_plan(False, k, rows, outputs, False, name != "o", False, HOPPER)
+        assert box_plan(True, 7168, rows, 256)[0]
+        assert box_plan(True, 2048, rows, 448)[0]
+
+
 K26_SIZES = [1536, 2048, 7168, 8192, 16384, 18432]
 EXPERTS, INNER, DIM, TOP_K = 384, 2048, 7168, 8
 
