@@ -121,11 +121,8 @@ def hopper_scratch(c: ModelConfig, heads: int, context: int, rows: int) -> int:
     """Attention's splits on tensor cores, which serve one shape; a launch takes no more rows than have room."""
     if (c.kv_lora_rank, c.qk_rope_head_dim) != (512, 64):
         return 0
-    chunks = 2
-    while context > (20 if chunks < 64 else 64) * 64 * chunks:
-        chunks *= 2
-    splits = -(-context // (64 * chunks))
-    splits = splits if context < 2560 else max(splits, 20) if context <= 64 * 64 * 64 else 64
+    chunks = -(-context // 64)
+    splits = (chunks + 1) // 2 if chunks <= 32 else 16 if chunks <= 640 else 33
     row = splits * -(-heads // 64) * 64 * (512 * 2 + (4 + 4) * 4)  # sums, maxima and norms, scales
     return min(row * rows, max(row, 256 << 20))
 

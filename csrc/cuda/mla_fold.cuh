@@ -93,7 +93,7 @@ class FoldNorms {
   }
 
  private:
-  static constexpr int kEach = kMaxSplits / kWarp;  // splits of a lane
+  static constexpr int kEach = (kMaxSplits + kWarp - 1) / kWarp;  // splits of a lane
   float2 even_[kEach], odd_[kEach];
   float scale_[kEach][kPartScales];
 };

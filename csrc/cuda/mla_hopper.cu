@@ -20,6 +20,9 @@ __device__ const bool has_wgmma =
     false;
 #endif
 
+// Weights may be up to 2^8 before sums are brought to a greater maximum: bf16 and f32 lose nothing there.
+constexpr float kSlackLog2 = 8.f;
+
 constexpr int kFoldThreads = kOctets;
 
 // o_lat of a head: an octet a thread.
@@ -74,6 +77,10 @@ void CudaBackend::launch_hopper(const MlaAttentionArgs& a, const std::function<v
     const size_t units = static_cast<size_t>(splits) * p.parts.rows * p.parts.head_blocks;
     const int most = splits * p.parts.rows * p.parts.head_blocks, sms = device_shape_.multiprocessors;
     const int blocks = std::min(most * column_parts(most, sms), sms);
+    if (most > kMostUnits * blocks) {
+      throw Error("DeviceError", name_ + ": " + std::to_string(most) + " units of attention for " + std::to_string(sms) +
+                                     " multiprocessors; ask for fewer rows a step, or set KDTREE_CUDA_TENSOR=0");
+    }
     p.parts.splits = splits;
     p.parts.sums = static_cast<uint4*>(a.scratch);
     p.parts.norms = reinterpret_cast<float2*>(p.parts.sums + units * kPartHeads * kOctets);
@@ -86,6 +93,7 @@ void CudaBackend::launch_hopper(const MlaAttentionArgs& a, const std::function<v
     p.path = a.rows.path;
     p.path_stride = a.rows.path_stride;
     p.scale_log2 = a.scale * 1.4426950408889634f;
+    p.slack = kSlackLog2 / p.scale_log2;
     p.heads = a.dims.heads;
     p.splits = splits;
     p.slots = a.cache.slots;

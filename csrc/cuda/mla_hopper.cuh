@@ -6,7 +6,8 @@
 // weights x latent, each for its half of the block's columns. The weights reach the other half through the buffer's rope panel, which
 // nobody needs once the scores are there.
 // Reduction order, all of it fixed by position (mla_plan.h): a score adds latent then rope, 16 at a time; chunks of a split
-// ascend, with the running maximum of an online softmax; a split's sums are rounded to scaled f16, a scale for each head and 128
+// ascend, each with weights relative to the greatest score so far, or to an older one that it does not exceed by more than `slack`;
+// a split's sums are rounded to scaled f16, a scale for each head and 128
 // columns (mla_fold.cuh); splits meet around their greatest maximum, ascending. A key's place in the tile is its position, whether it
 // was committed or is one of this step's rows, and no column's sums take anything from another's, so a row's bits depend on the row
 // alone: not on other rows, their number, or how many blocks share its units.
@@ -24,7 +25,7 @@ struct HopperGroup {
   const HopperParams& p;
   HopperShared& s;
   float o[COLUMNS / 2];
-  float top[2];   // of this thread's two heads: the running maximum after the last chunk, raw scores
+  float top[2];   // of this thread's two heads: what weights are relative to after the last chunk, raw scores
   float own[2];   // the same after this warpgroup's own last chunk: what `sum` is relative to
   float sum[2];   // this thread's columns of this warpgroup's chunks
   int head;       // the lower of the two; the other is 8 further
@@ -37,8 +38,9 @@ struct HopperGroup {
     head = t / kWarp * 16 + t % kWarp / 4;
   }
 
-  // score = q . key over latent then rope, as their panels arrive; -inf past the row's keys. `first`, `last`: of the unit, here.
-  __device__ void form_scores(float (&score)[32], int valid, bool first, bool last) {
+  // score = q . key over latent then rope, as their panels arrive; of the first 16 keys alone where N is 8. `first`: of the unit, here.
+  template <int N>
+  __device__ void multiply_keys(float (&score)[N], bool first) {
     const uint32_t q = tile_descriptor(shared_address(s.q), 16), k = tile_descriptor(shared_address(s.keys[G]), 16);
 #pragma unroll
     for (int panel = 0; panel < kPanels; ++panel) {
@@ -50,10 +52,23 @@ struct HopperGroup {
         wgmma_scores(score, q + panel * (kPanelBytes >> 4) + i * 2, k + panel * (kPanelBytes >> 4) + i * 2, panel + i > 0);
       }
     }
-    parity ^= 1;
     wgmma_commit();
     wgmma_wait<0>();
-    if (last) release_queries();
+  }
+
+  // A chunk's scores, -inf past the row's keys. `first`, `last`: of the unit, here.
+  __device__ void form_scores(float (&score)[32], int valid, bool first, bool last) {
+    if (valid > kFewKeys) {
+      multiply_keys(score, first);
+    } else {
+      float few[8];
+      multiply_keys(few, first);
+#pragma unroll
+      for (int i = 0; i < 8; ++i) score[i] = few[i];
+    }
+    parity ^= 1;
+    if constexpr (2 * COLUMNS < kHopperRank) arrive(&s.scored[G]);
+    if (last) arrive(&s.q_empty);
     if (valid >= kKeyChunk) return;
 #pragma unroll
     for (int i = 0; i < 32; ++i) {
@@ -61,9 +76,10 @@ struct HopperGroup {
     }
   }
 
-  __device__ void release_queries() {
+  // For the warp.
+  __device__ void arrive(unsigned long long* barrier) {
     __syncwarp();
-    if (threadIdx.x % kWarp == 0) barrier_arrive(&s.q_empty);
+    if (threadIdx.x % kWarp == 0) barrier_arrive(barrier);
   }
 
   // Multiplies the sums by exp(from - to); by 1 in nearly every chunk, which is left out where it holds for a whole warp.
@@ -77,14 +93,21 @@ struct HopperGroup {
   // From the scores of a chunk to its weights, in registers and, for the other warpgroup, in the rope panel.
   // The scores stay as they are: registers of a finished product must not be written while the next one runs.
   __device__ void form_weights(const float (&score)[32], uint32_t (&weight)[4][4], bool first) {
-    float most[4] = {top[0], top[1], score[0], score[2]};  // two a head: half as long a chain
+    float most[4] = {score[0], score[2], score[4], score[6]};  // two a head: half as long a chain
 #pragma unroll
     for (int i = 0; i < 32; ++i) most[i / 2 % 4] = fmaxf(most[i / 2 % 4], score[i]);
-    float next[2] = {fmaxf(most[0], most[2]), fmaxf(most[1], most[3])};
+    float next[2] = {top[0], top[1]}, greatest[2] = {fmaxf(most[0], most[2]), fmaxf(most[1], most[3])};
+    // What weights are relative to moves only where a score is far above it: shuffles wait for the shared memory that products read.
+    if (__any_sync(kAll, greatest[0] > top[0] + p.slack || greatest[1] > top[1] + p.slack)) {
 #pragma unroll
-    for (int mask = 1; mask < 4; mask *= 2) {
-      const float a = __shfl_xor_sync(kAll, next[0], mask), b = __shfl_xor_sync(kAll, next[1], mask);
-      next[0] = fmaxf(next[0], a), next[1] = fmaxf(next[1], b);
+      for (int mask = 1; mask < 4; mask *= 2) {
+        const float a = __shfl_xor_sync(kAll, greatest[0], mask), b = __shfl_xor_sync(kAll, greatest[1], mask);
+        greatest[0] = fmaxf(greatest[0], a), greatest[1] = fmaxf(greatest[1], b);
+      }
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        if (greatest[r] > top[r] + p.slack) next[r] = greatest[r];
+      }
     }
     if (threadIdx.x % 4 == 0) s.top[G][head] = next[0], s.top[G][head + 8] = next[1];
     const float shift[2] = {-next[0] * p.scale_log2, -next[1] * p.scale_log2};
@@ -120,11 +143,17 @@ struct HopperGroup {
     return tile_descriptor(shared_address(s.keys[buffer]) + column() * kPanelBytes, kPanelBytes);
   }
 
-  __device__ void add_own(const uint32_t (&weight)[4][4], bool first) {
+  // `few`: all but the first 16 of the chunk's keys have no weight.
+  __device__ void add_own(const uint32_t (&weight)[4][4], bool few, bool first) {
     const uint32_t v = values(G);
-    wgmma_fence();
+    if (few) {
+      wgmma_fence();
+      wgmma_values(o, weight[0], v, !first);
+    } else {
+      wgmma_fence();
 #pragma unroll
-    for (int i = 0; i < 4; ++i) wgmma_values(o, weight[i], v + i * (2048 >> 4), !first || i > 0);
+      for (int i = 0; i < 4; ++i) wgmma_values(o, weight[i], v + i * (2048 >> 4), !first || i > 0);
+    }
     wgmma_commit();
     // The weights in the rope panel were ordinary writes, and the other warpgroup reads them with ordinary loads; but the bulk copy engine
     // is to come after them. Here the fence costs nothing: products are under way.
@@ -133,20 +162,30 @@ struct HopperGroup {
 
   // The second warpgroup has its own softmax to do meanwhile, so its products take the weights from shared memory. The first has not, and
   // takes them through registers, which spares the other one a fence between its softmax and the signal.
-  __device__ void add_other(bool first) {
+  __device__ void add_other(bool few, bool first) {
     const uint32_t v = values(1 - G);
     if constexpr (G == 1) {
       const uint32_t w = tile_descriptor(shared_address(s.keys[0]) + kRopePanel * kPanelBytes, 16);
-      wgmma_fence();
+      if (few) {
+        wgmma_fence();
+        wgmma_values(o, w, v, !first);
+      } else {
+        wgmma_fence();
 #pragma unroll
-      for (int i = 0; i < 4; ++i) wgmma_values(o, w + i * 2, v + i * (2048 >> 4), !first || i > 0);
+        for (int i = 0; i < 4; ++i) wgmma_values(o, w + i * 2, v + i * (2048 >> 4), !first || i > 0);
+      }
     } else {
       uint32_t weight[4][4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) load_matrices(weight[i], weight_row(1, i));
-      wgmma_fence();
+      if (few) {
+        wgmma_fence();
+        wgmma_values(o, weight[0], v, !first);
+      } else {
+        wgmma_fence();
 #pragma unroll
-      for (int i = 0; i < 4; ++i) wgmma_values(o, weight[i], v + i * (2048 >> 4), !first || i > 0);
+        for (int i = 0; i < 4; ++i) wgmma_values(o, weight[i], v + i * (2048 >> 4), !first || i > 0);
+      }
     }
     wgmma_commit();
   }
@@ -154,8 +193,7 @@ struct HopperGroup {
   // This warp has read its half of the buffer.
   __device__ void finish_add(int buffer) {
     wgmma_wait<0>();
-    __syncwarp();
-    if (threadIdx.x % kWarp == 0) barrier_arrive(&s.empty[buffer][G]);
+    arrive(&s.empty[buffer][G]);
   }
 
   __device__ void read_other_top(float (&from)[2]) {
@@ -170,14 +208,14 @@ struct HopperGroup {
     form_weights(score, weight, first);
     signal<kEvenReady, 2 * kGroup>();
     if (!first) rescale(before, top);
-    add_own(weight, first);
+    add_own(weight, valid <= kFewKeys, first);
     finish_add(0);
   }
 
   __device__ void run(const HopperUnit& u) {
     top[0] = top[1] = own[0] = own[1] = -INFINITY;
     sum[0] = sum[1] = 0.f;
-    if (G == 1 && u.steps == 1) release_queries();
+    if (G == 1 && u.steps == 1) arrive(&s.q_empty);
     for (int step = 0; step < u.steps; step += 2) {
       const bool first = step == 0, pair = step + 1 < u.steps;
       const int valid = u.keys - (u.first + step) * kKeyChunk;
@@ -188,7 +226,7 @@ struct HopperGroup {
         float before[2];
         read_other_top(before);
         rescale(before, top);
-        add_other(false);
+        add_other(valid - kKeyChunk <= kFewKeys, false);
         finish_add(1);
       } else {
         float score[32], before[2];
@@ -197,7 +235,7 @@ struct HopperGroup {
         meet<kEvenReady, 2 * kGroup>();
         read_other_top(before);
         if (!first) rescale(before, top);
-        add_other(first);
+        add_other(valid <= kFewKeys, first);
         if (!pair) {
           finish_add(0);
           break;
@@ -207,7 +245,7 @@ struct HopperGroup {
         signal<kOddReady, 2 * kGroup>();
         finish_add(0);
         rescale(before, top);
-        add_own(weight, false);
+        add_own(weight, valid - kKeyChunk <= kFewKeys, false);
         finish_add(1);
       }
     }
@@ -253,14 +291,14 @@ struct HopperGroup {
 };
 
 template <int G, int COLUMNS>
-__device__ __forceinline__ void compute_units(const HopperParams& p, HopperShared& s, int n_rows, int kv_len) {
-  constexpr int kParts = kHopperRank / (2 * COLUMNS);
+__device__ __forceinline__ void compute_units(const HopperParams& p, HopperShared& s) {
   HopperGroup<G, COLUMNS> group(p, s);
-  HopperUnit u;
-  for (int index = blockIdx.x; index < units_of(p) * kParts; index += gridDim.x) {
-    if (!take_unit(p, s, index / kParts, n_rows, kv_len, u)) continue;
-    group.part = index % kParts;
-    u.steps = __reduce_max_sync(kAll, u.steps);  // says that a warp's branches are one, so that descriptors stay in uniform registers
+  for (int i = 0; i < s.count; ++i) {
+    HopperUnit u = s.units[i];
+    if (u.steps == 0) continue;
+    group.part = u.part;
+    // Says that a warp's branches are one, so that descriptors stay in uniform registers.
+    u.keys = __reduce_max_sync(kAll, u.keys), u.steps = __reduce_max_sync(kAll, u.steps);
     group.run(u);
     group.write(p.parts.unit(u.split, u.row, u.first_head), u.steps > G);
   }
@@ -279,29 +317,28 @@ __global__ __launch_bounds__(kHopperThreads, 1) void hopper_attention_kernel(con
       for (int panel = 0; panel < kPanels; ++panel) barrier_init(&s.full[b][panel], 1);
       for (int group = 0; group < 2; ++group) barrier_init(&s.empty[b][group], kGroup / kWarp);
       for (int half = 0; half < 2; ++half) barrier_init(&s.gather[b][half], 1);
+      barrier_init(&s.scored[b], kGroup / kWarp);
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     fetch_map(p.q_lat), fetch_map(p.q_rope), fetch_map(p.latents), fetch_map(p.k_ropes);
-    fetch_ahead(p);
   }
-  __syncthreads();
-  wait_for_previous();
-  if (threadIdx.x < p.parts.rows) s.depths[threadIdx.x] = p.parts.depths[p.parts.first_row + threadIdx.x];
-  const int n_rows = p.parts.state->n_rows, kv_len = p.parts.state->kv_len;
-  const int parts = __reduce_max_sync(kAll, parts_of(p, n_rows, kv_len));
-  __syncthreads();
+  __syncwarp();
   switch (threadIdx.x / kGroup) {
     case 0:
       asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
-      copy_units(p, s, n_rows, kv_len, parts);
+      copy_units(p, s);
       break;
     case 1:
       asm volatile("setmaxnreg.inc.sync.aligned.u32 224;");
-      parts == 1 ? compute_units<0, 256>(p, s, n_rows, kv_len) : compute_units<0, 128>(p, s, n_rows, kv_len);
+      wait_for_previous();
+      meet<kPlanned, kHopperThreads - kGatherers>();
+      s.parts == 1 ? compute_units<0, 256>(p, s) : compute_units<0, 128>(p, s);
       break;
     default:
       asm volatile("setmaxnreg.inc.sync.aligned.u32 224;");
-      parts == 1 ? compute_units<1, 256>(p, s, n_rows, kv_len) : compute_units<1, 128>(p, s, n_rows, kv_len);
+      wait_for_previous();
+      meet<kPlanned, kHopperThreads - kGatherers>();
+      s.parts == 1 ? compute_units<1, 256>(p, s) : compute_units<1, 128>(p, s);
       break;
   }
 #endif

@@ -18,6 +18,8 @@ constexpr int kHalfPanels = kHopperRank / 64 / 2;  // of a half of the latent co
 constexpr int kTileBytes = kPanels * 64 * 128;
 constexpr int kRopePanel = kPanels - 1;
 constexpr int kGatherers = 64;  // threads
+constexpr int kMostUnits = 256;  // of a block
+constexpr int kFewKeys = 16;    // a chunk of no more takes shorter products
 
 struct HopperParams {
   CUtensorMap q_lat, q_rope;    // [M, heads, 512], [M, heads, 64]: boxes of a row, 64 heads, 64 columns
@@ -28,48 +30,59 @@ struct HopperParams {
   const int32_t* path;
   int path_stride;
   float scale_log2;  // softmax scale * log2(e)
+  float slack;       // of a raw score above what weights are relative to, before that moves
   int heads, splits, slots;
   int multiprocessors;
+};
+
+// Chunks first .. first + steps - 1 of a row, for 64 of its heads and, where blocks share it, a part of the columns.
+struct HopperUnit {
+  int row, first_head, split, part, keys, first, steps;
 };
 
 struct HopperShared {
   unsigned char q[kTileBytes];
   unsigned char keys[2][kTileBytes];
-  int32_t depths[kHopperThreads];  // of the first rows, which come together with the state and not after it
-  float top[2][kHopperHeads];  // running maximum after the last even and the last odd chunk
+  HopperUnit units[kMostUnits];  // of this block
+  int count, parts, kv_len;      // how many; blocks that share each
+  float top[2][kHopperHeads];  // what weights are relative to after the last even and the last odd chunk
   unsigned long long q_full[kPanels], q_empty;
   unsigned long long full[2][kPanels];  // [buffer]
   unsigned long long empty[2][2];       // [buffer][warpgroup]
+  unsigned long long scored[2];         // [buffer]: where blocks share a unit, the columns of the other block are free
   unsigned long long gather[2][2];      // [buffer][half of the latent columns]: free, and to be filled by the gatherers
 };
-
-// A unit: chunks first .. first + steps - 1 of a row, for 64 of its heads.
-struct HopperUnit {
-  int row, first_head, split, keys, first, steps;
-};
-
-// False where the row has no such split.
-__device__ __forceinline__ bool take_unit(const HopperParams& p, const HopperShared& s, int index, int n_rows, int kv_len, HopperUnit& u) {
-  const int row_blocks = p.parts.rows * p.parts.head_blocks, row_block = index % row_blocks;
-  u.split = index / row_blocks;
-  const int row = row_block / p.parts.head_blocks;
-  u.row = p.parts.first_row + row;
-  u.first_head = row_block % p.parts.head_blocks * kHopperHeads;
-  if (u.row >= n_rows) return false;
-  u.keys = kv_len + (row < kHopperThreads ? s.depths[row] : p.parts.depths[u.row]) + 1;
-  const int chunks = (u.keys + kKeyChunk - 1) / kKeyChunk, length = split_chunks(u.keys);
-  u.first = u.split * length;
-  u.steps = min(length, chunks - u.first);
-  return u.steps > 0;
-}
+static_assert(sizeof(HopperShared) <= 227 * 1024, "what a block of Hopper may have");
 
 // Blocks that share a unit.
 __device__ __forceinline__ int parts_of(const HopperParams& p, int n_rows, int kv_len) {
-  const int units = splits_of(kv_len + 1) * n_rows * p.parts.head_blocks, parts = column_parts(units, p.multiprocessors);
+  const int rows = min(n_rows - p.parts.first_row, p.parts.rows);
+  const int units = splits_of(kv_len + 1) * rows * p.parts.head_blocks, parts = column_parts(units, p.multiprocessors);
   return units * parts <= static_cast<int>(gridDim.x) ? parts : 1;
 }
 
-__device__ __forceinline__ int units_of(const HopperParams& p) { return p.splits * p.parts.rows * p.parts.head_blocks; }
+// Where number t of this block's units lies. Known before the state is.
+struct UnitPlace {
+  int part, split, row, first_head;
+};
+__device__ __forceinline__ UnitPlace place_of(const HopperParams& p, int t, int parts) {
+  const int row_blocks = p.parts.rows * p.parts.head_blocks, index = static_cast<int>(blockIdx.x) + t * static_cast<int>(gridDim.x);
+  const int unit = index / parts, split = unit / row_blocks, row_block = unit - split * row_blocks, row = row_block / p.parts.head_blocks;
+  return {index % parts, split, p.parts.first_row + row, (row_block - row * p.parts.head_blocks) * kHopperHeads};
+}
+// The unit there; without steps where a row has no such split. depth: of its row.
+__device__ __forceinline__ HopperUnit unit_at(const UnitPlace& at, int n_rows, int kv_len, int depth) {
+  HopperUnit u{at.row, at.first_head, at.split, at.part, kv_len + depth + 1, 0, 0};
+  const int chunks = chunks_of(u.keys), splits = splits_of(u.keys);
+  u.first = split_begin(u.split, splits, chunks);
+  if (u.split < splits && u.row < n_rows) u.steps = split_begin(u.split + 1, splits, chunks) - u.first;
+  return u;
+}
+// How many there are, those without steps included.
+__device__ __forceinline__ int count_units(const HopperParams& p, int parts) {
+  const int all = p.splits * p.parts.rows * p.parts.head_blocks * parts, blocks = gridDim.x;
+  return (all - static_cast<int>(blockIdx.x) + blocks - 1) / blocks;
+}
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
@@ -103,7 +116,7 @@ __device__ __forceinline__ void signal() {
 // Makes this thread's ordinary writes to shared memory seen by the tensor cores of whoever is told of them afterwards.
 __device__ __forceinline__ void fence_tensor_cores() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-constexpr int kMeetEven = 1, kMeetOdd = 2, kEvenReady = 3, kOddReady = 4, kGathered = 5;
+constexpr int kMeetEven = 1, kMeetOdd = 2, kEvenReady = 3, kOddReady = 4, kGathered = 5, kPlanned = 6, kPlannedGather = 7;
 
 __device__ __forceinline__ void copy16(uint32_t to, const void* from, bool there) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(there ? 16 : 0) : "memory");

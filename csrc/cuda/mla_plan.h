@@ -2,8 +2,8 @@
 // the host and for kernels. Which one serves depends on nothing that differs between steps, because sums have another order elsewhere.
 //
 // Keys stand at their logical positions 0 .. keys-1, in chunks of 64. A split is a run of chunks that one block adds up in order;
-// its length depends on the row's keys alone, so the same row is cut the same way in every step, alone or in any tree. The lengths
-// keep a row at 8 to 20 splits up to 40960 keys: enough blocks for one row, few enough partial sums for 64 rows.
+// where splits begin depends on the row's keys alone, so the same row is cut the same way in every step, alone or in any tree.
+// More splits are more blocks for few rows and more sums to write and fold for many.
 #pragma once
 #include "../ops.h"
 
@@ -17,32 +17,27 @@ constexpr int kKeyChunk = 64;
 #define KD_BOTH
 #endif
 
-constexpr int kMaxSplits = 64;
+constexpr int kMaxSplits = 33;
 
-// Chunks of a split, a power of two.
-KD_BOTH constexpr int split_chunks(int keys) {
-  int chunks = 2;
-  while (keys > 20 * chunks * kKeyChunk && chunks < 64) chunks *= 2;
-  while (keys > kMaxSplits * chunks * kKeyChunk) chunks *= 2;
-  return chunks;
-}
+KD_BOTH constexpr int chunks_of(int keys) { return (keys + kKeyChunk - 1) / kKeyChunk; }
 
+// Two chunks a split until there are 16 of them, which for 8 rows are a round of an H200's 132 multiprocessors and for 16 rows two; with 33
+// any multiple of four rows is whole rounds. It does not fall with the keys.
 KD_BOTH constexpr int splits_of(int keys) {
-  const int positions = split_chunks(keys) * kKeyChunk;
-  return (keys + positions - 1) / positions;
+  const int chunks = chunks_of(keys);
+  return chunks <= 32 ? (chunks + 1) / 2 : chunks <= 640 ? 16 : kMaxSplits;
 }
+
+// First chunk of a split: all have as many chunks, or one more. Split splits_of(keys) begins at the end.
+KD_BOTH constexpr int split_begin(int split, int splits, int chunks) { return split * chunks / splits; }
 
 // No row of up to max_keys keys has more splits than this.
-constexpr int splits_bound(int max_keys) {
-  const int most = splits_of(max_keys);
-  if (max_keys > kMaxSplits * 64 * kKeyChunk) return kMaxSplits;
-  return max_keys < 2560 || most > 20 ? most : 20;
-}
+constexpr int splits_bound(int max_keys) { return splits_of(max_keys); }
 
-// Blocks that share a unit of attention (row, 64 heads, split), each for as many of the 512 columns: two where that leaves half of the
-// multiprocessors free, because each reads all of the unit's keys. A column's sums take nothing from another's, so no bit depends on it
-// and the number of rows may decide.
-KD_BOTH constexpr int column_parts(int units, int multiprocessors) { return 4 * units <= multiprocessors ? 2 : 1; }
+// Blocks that share a unit of attention (row, 64 heads, split), each for as many of the 512 columns: two where that leaves a third of the
+// multiprocessors free, because each reads all of the unit's keys, and L2 gives no more. A column's sums take nothing from another's, so
+// no bit depends on it and the number of rows may decide.
+KD_BOTH constexpr int column_parts(int units, int multiprocessors) { return 3 * units <= multiprocessors ? 2 : 1; }
 
 constexpr int kPartHeads = 64;  // heads of a unit of attention
 constexpr int kPartRank = 512;

@@ -6,7 +6,7 @@
 //   rotation: a thread a pair of q_rope of any head, or of k_rope, which goes into the cache.
 // Bytes: H*N*R weights once a tile of 8 rows; flops 2*M*H*N*R. Bound by weight bytes for small M, by latency for small models.
 #include "backend.h"
-#include "device.cuh"
+#include "mla_prepare.cuh"
 
 namespace kdtree {
 namespace {
@@ -17,33 +17,6 @@ constexpr int kThreads = 256;
 constexpr int kAhead = 8;  // weight rows a thread has in flight
 
 __host__ __device__ constexpr int whole(int n) { return (n + kAhead - 1) / kAhead * kAhead; }
-
-// (a, b) -> (a cos - b sin, a sin + b cos)
-__device__ __forceinline__ float2 rotate(float2 pair, float2 cos_sin) {
-  return make_float2(__fmaf_rn(pair.x, cos_sin.x, -__fmul_rn(pair.y, cos_sin.y)),
-                     __fmaf_rn(pair.x, cos_sin.y, __fmul_rn(pair.y, cos_sin.x)));
-}
-
-struct PrepareParams {
-  MlaDims dims;
-  const float* q;
-  const float* kv;
-  const float* kv_norm_w;
-  float eps;
-  const void* kv_b;
-  const float* cos_sin;
-  void* q_lat;
-  void* q_rope;
-  MlaCache cache;
-  const int32_t* depths;
-  int max_rows;
-  const StepState* state;
-};
-
-__device__ __forceinline__ float2 angle(const PrepareParams& p, int position, int pair) {
-  const float* entry = p.cos_sin + (static_cast<size_t>(position) * (p.dims.rope / 2) + pair) * 2;
-  return make_float2(__ldg(entry), __ldg(entry + 1));
-}
 
 template <class T, int TM>
 __device__ void write_latents(const PrepareParams& p, int m0, int n_rows, int kv_len) {
@@ -145,16 +118,14 @@ void (*prepare_for(int tm))(PrepareParams, int) {
 void CudaBackend::mla_prepare(const MlaPrepareArgs& a) {
   const int rows = a.rows.max_rows;
   if (rows <= 0 || prepare_on_tensor_cores(a)) return;
-  const PrepareParams p{a.dims,  a.q,      a.kv,    a.kv_norm_w,   a.eps, a.kv_b.data, a.cos_sin,
-                        a.q_lat, a.q_rope, a.cache, a.rows.depths, rows,  a.state};
   const int tm = rows >= 5 ? 8 : rows >= 3 ? 4 : rows;
   const int column_blocks = (a.dims.rank + kThreads - 1) / kThreads;
   const size_t shared = sizeof(float) * tm * static_cast<size_t>(whole(a.dims.nope));
   const bool bf16 = a.dims.numerics == Numerics::kBf16;
   const auto kernel = bf16 ? prepare_for<uint16_t>(tm) : prepare_for<float>(tm);
   reserve_shared(reinterpret_cast<const void*>(kernel), "mla_prepare", shared);
-  launch(bf16 ? "mla_prepare_bf16" : "mla_prepare", kernel, dim3(a.dims.heads * column_blocks + 2, (rows + tm - 1) / tm), kThreads, shared, p,
-         column_blocks);
+  launch(bf16 ? "mla_prepare_bf16" : "mla_prepare", kernel, dim3(a.dims.heads * column_blocks + 2, (rows + tm - 1) / tm), kThreads, shared,
+         PrepareParams(a), column_blocks);
 }
 
 }  // namespace kdtree

@@ -59,6 +59,15 @@ __device__ __forceinline__ void wgmma_scores(float (&d)[32], uint32_t a, uint32_
       : "l"(whole_descriptor(a)), "l"(whole_descriptor(b)), "r"(accumulate));
 }
 
+// The same for sixteen rows of b: the first quarter of those sums.
+__device__ __forceinline__ void wgmma_scores(float (&d)[8], uint32_t a, uint32_t b, int accumulate) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %10, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 {%0,%1,%2,%3,%4,%5,%6,%7}, %8, %9, p, 1, 1, 0, 0;\n}\n"
+      : KD_SUMS4(d, 0), KD_SUMS4(d, 4)
+      : "l"(whole_descriptor(a)), "l"(whole_descriptor(b)), "r"(accumulate));
+}
+
 // d[64, 64] = a[64, 16] b[64, 16]^T (+ d), a in registers: a warp's sixteen rows as mma.sync's fragment, d as its fragments of eight columns.
 __device__ __forceinline__ void wgmma_columns(float (&d)[32], const uint32_t (&a)[4], uint64_t b, int accumulate) {
   asm volatile(

@@ -12,7 +12,7 @@ import pytest
 from engine import plan
 from harness import build
 
-LENGTHS = [*range(1, 9000), *range(9000, 300_000, 61), 32768, 131072, 262144, 262145, 2_000_000]
+LENGTHS = [*range(1, 9000), *range(9000, 300_000, 61), 32768, 40960, 40961, 131072, 262144, 262145, 2_000_000]
 PROGRAM = """
 #include <cstdio>
 #include <cstdlib>
@@ -20,15 +20,22 @@ PROGRAM = """
 #include "cuda/moe_scratch.h"
 int main(int argc, char** argv) {
   for (int keys; std::scanf("%d", &keys) == 1;) {
-    std::printf("%d %d %d\\n", kdtree::split_chunks(keys), kdtree::splits_of(keys), kdtree::splits_bound(keys));
+    const int splits = kdtree::splits_of(keys), chunks = kdtree::chunks_of(keys);
+    int least = chunks, most = 0;
+    for (int i = 0; i < splits; ++i) {
+      const int length = kdtree::split_begin(i + 1, splits, chunks) - kdtree::split_begin(i, splits, chunks);
+      least = length < least ? length : least, most = length > most ? length : most;
+    }
+    const int end = kdtree::split_begin(splits, splits, chunks);
+    std::printf("%d %d %d %d %d\\n", splits, kdtree::splits_bound(keys), end, least, most);
   }
   // Launches whose splits take more than the scratch of a session that has room for their rows and keys.
   int past = 0, near = 0;
   for (int heads : {1, 5, 32, 64, 128}) {
     for (int max_rows : {1, 65, 100, 128, 1000, 4096}) {
-      for (int max_keys : {64, 2560, 40960, 131072, 262144, 262145}) {
+      for (int max_keys : {64, 2048, 40960, 131072, 262144, 262145}) {
         const size_t room = kdtree::parts_scratch(heads, max_rows, max_keys);
-        for (int keys : {1, 64, 1024, 2560, 4096, 32768, 40960, 131072, 262144, 262145}) {
+        for (int keys : {1, 64, 1024, 2048, 4096, 32768, 40960, 131072, 262144, 262145}) {
           const int splits = kdtree::splits_bound(keys);
           for (int rows = 1; rows <= max_rows && keys <= max_keys; ++rows) {
             const size_t taken = kdtree::part_bytes(heads, splits) * kdtree::rows_a_launch(heads, rows, splits);
@@ -41,7 +48,7 @@ int main(int argc, char** argv) {
   std::printf("%d %d\\n", past, near);
   for (int heads : {8, 64, 128}) {
     for (int rows : {1, 24, 65, 4096}) {
-      for (int keys : {64, 2559, 2560, 4096, 40961, 131072, 262145}) {
+      for (int keys : {64, 2048, 2049, 4096, 40961, 131072, 262145}) {
         std::printf("%zu ", kdtree::parts_scratch(heads, rows, keys));
       }
     }
@@ -53,7 +60,7 @@ int main(int argc, char** argv) {
     }
   }
   std::printf("\\n");
-  for (int units : {1, 8, 16, 33, 34, 64, 1024}) std::printf("%d ", kdtree::column_parts(units, 132));
+  for (int units : {1, 8, 16, 44, 45, 64, 1024}) std::printf("%d ", kdtree::column_parts(units, 132));
   std::printf("\\n");
   const kdtree::Numerics kinds[] = {kdtree::Numerics::kF32, kdtree::Numerics::kBf16};
   for (auto kind : kinds) {
@@ -80,27 +87,27 @@ def output(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 def cuts(output: list[str]) -> dict[int, tuple[int, ...]]:
-    """Length -> chunks a split, splits, and the most splits of a session of that length."""
+    """Length -> splits, the most of a session so long, where the last ends, chunks of the shortest and longest."""
     return {keys: tuple(map(int, line.split())) for keys, line in zip(LENGTHS, output, strict=False)}
 
 
 def test_every_key_has_a_place(output: list[str]) -> None:
-    """Splits cover the keys, none is empty; a session's bound holds for every shorter row."""
+    """Splits cover the keys, none is empty or much longer than another; a session's bound holds for shorter rows."""
     most = 0
-    for keys, (length, splits, bound) in sorted(cuts(output).items()):
-        chunks = -(-keys // 64)
-        assert (splits - 1) * length < chunks <= splits * length, keys
+    for keys, (splits, bound, end, least, longest) in sorted(cuts(output).items()):
+        assert end == -(-keys // 64), keys
+        assert 1 <= least <= longest <= least + 1, keys
         most = max(most, splits)
-        assert most <= bound <= 64, keys
+        assert most <= bound <= 33, keys
 
 
 def test_lengths_for_one_row_and_for_many(output: list[str]) -> None:
     """One row has blocks enough at any length, and 64 rows do not drown in sums."""
-    cut = cuts(output)
-    assert [cut[keys][:2] for keys in (1, 128, 129)] == [(2, 1), (2, 1), (2, 2)]
-    assert [cut[keys][:2] for keys in (1024, 2560, 2561)] == [(2, 8), (2, 20), (4, 11)]
-    assert [cut[keys][:2] for keys in (4096, 32768, 131072)] == [(4, 16), (32, 16), (64, 32)]
-    assert [cut[keys][:2] for keys in (262144, 262145)] == [(64, 64), (128, 33)]
+    cut = {keys: (splits, longest) for keys, (splits, _, _, _, longest) in cuts(output).items()}
+    assert [cut[keys] for keys in (1, 128, 129)] == [(1, 1), (1, 2), (2, 2)]
+    assert [cut[keys] for keys in (1024, 1025, 2048, 2049)] == [(8, 2), (9, 2), (16, 2), (16, 3)]
+    assert [cut[keys] for keys in (4096, 4097, 32768)] == [(16, 4), (16, 5), (16, 32)]
+    assert [cut[keys] for keys in (40960, 40961, 131072, 262144)] == [(16, 40), (33, 20), (33, 63), (33, 125)]
 
 
 def test_splits_fit_the_scratch_of_every_larger_session(output: list[str]) -> None:
@@ -115,7 +122,7 @@ def test_a_plan_knows_the_scratch(output: list[str]) -> None:
         (h, r, k)
         for h in (8, 64, 128)
         for r in (1, 24, 65, 4096)
-        for k in (64, 2559, 2560, 4096, 40961, 131072, 262145)
+        for k in (64, 2048, 2049, 4096, 40961, 131072, 262145)
     ]
     assert list(map(int, output[len(LENGTHS) + 1].split())) == [
         plan.hopper_scratch(config, h, k, r) for h, r, k in sizes
