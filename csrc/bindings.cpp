@@ -2,6 +2,7 @@
 // Strings of the operating system come as u8 tensors, results go into tensors that the caller made.
 #include "bindings.h"
 
+#include <chrono>
 #include <map>
 #include <mutex>
 #include <tuple>
@@ -192,10 +193,14 @@ std::vector<int64_t> wide(const std::vector<int32_t>& v) { return {v.begin(), v.
 
 std::vector<int64_t> decode_round(int64_t handle, int64_t ticket) { return wide(Locked(handle)->round(ticket)); }
 
-void decode_run(int64_t handle, int64_t ticket) {
+// Rounds for so many seconds, at least one; whether there are more.
+bool decode_run(int64_t handle, int64_t ticket, double seconds) {
   const Locked s(handle);
-  while (!s->round(ticket).empty()) {
-  }
+  const auto start = std::chrono::steady_clock::now();
+  do {
+    if (s->round(ticket).empty()) return false;
+  } while (std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count() < seconds);
+  return true;
 }
 
 std::tuple<std::vector<int64_t>, std::vector<int64_t>, std::vector<int64_t>, bool, double, double> decode_result(int64_t handle, int64_t ticket) {
@@ -291,7 +296,7 @@ KDTREE_LIBRARY_FRAGMENT(KDTREE_LIBRARY, m) {
       "decode_begin(int handle, Tensor prompt, int max_tokens, str drafter, Tensor draft, int draft_first, int block_size, "
       "int budget, bool chain, Tensor costs, float temperature, int seed, bool record) -> int");
   m.def("decode_round(int handle, int ticket) -> int[]");
-  m.def("decode_run(int handle, int ticket) -> ()");
+  m.def("decode_run(int handle, int ticket, float seconds) -> bool");
   m.def("decode_result(int handle, int ticket) -> (int[], int[], int[], bool, float, float)");
   m.def("decode_logits(int handle, int ticket, Tensor(a!) out) -> ()");
   m.def("decode_trees(int handle, int ticket, Tensor(a!) out) -> ()");

@@ -129,11 +129,9 @@ void Forward::place_exchanged(int act) {
   size_t total = 0;
   for (const Place& place : places) total += padded(bytes(place));
   auto* at = alone() ? nullptr : static_cast<unsigned char*>(collective_.memory(total));
-  if (at != nullptr) {
-    lent_ = total;
-    backend_.fill_zero(at, total);
-  }
+  if (at != nullptr) backend_.fill_zero(at, total);
   for (const Place& place : places) {
+    lent_ += at == nullptr ? 0 : bytes(place);
     *place.buffer = at == nullptr ? Buffer(backend_, bytes(place), place.what) : Buffer::view(at, bytes(place));
     at += at == nullptr ? 0 : padded(bytes(place));
   }
@@ -168,15 +166,13 @@ void Forward::gather(void* whole, const void* part, int width, size_t row_bytes)
 }
 
 // One exchange for the routed and the shared experts.
-void Forward::gather_acts(int width) {
+void Forward::gather_acts(MoeArgs& experts, int width) {
   const ModelConfig& c = config_;
-  const size_t routed = operand() * static_cast<size_t>(share(c.moe_intermediate_size));
-  const size_t shared = operand() * static_cast<size_t>(share(c.shared_inner()));
-  const size_t first = routed * static_cast<size_t>(width) * c.num_experts_per_tok, bytes = first + shared * static_cast<size_t>(width);
-  collective_.all_gather(gathered_.get(), act_part_.get(), bytes);
-  backend_.unshard({gathered_.get(), bytes, collective_.ranks().count,
-                    {{expert_act_.get(), 0, routed, c.num_experts_per_tok}, {shared_act_.get(), first, shared, 1}},
-                    shared > 0 ? 2 : 1, width, n_rows()});
+  const int routed = share(c.moe_intermediate_size) * c.num_experts_per_tok, shared = share(c.shared_inner());
+  experts.gathered = gathered_.get();
+  experts.ranks = collective_.ranks().count;
+  experts.rank_bytes = operand() * static_cast<size_t>(width) * static_cast<size_t>(routed + shared);
+  collective_.all_gather(gathered_.get(), act_part_.get(), experts.rank_bytes);
 }
 
 void Forward::show(const Tap& tap, const std::string& name, const void* part, int width, int dim, Element element) {
@@ -232,17 +228,6 @@ void Forward::layers(int width, int max_keys, const Tap* tap, int kv_len, const 
   }
 }
 
-void Forward::expect(std::initializer_list<const Weight*> weights) {
-  if (alone()) return;
-  for (const Weight* w : weights) backend_.expect(*w);
-}
-
-void Forward::expect_layer(int layer) {
-  if (layer == config_.num_layers) return expect({&weights_.lm_head});
-  const LayerWeights& w = weights_.layers[layer];
-  expect({&w.q_a, &w.kv_a, &w.q_b});
-}
-
 void Forward::attention(int layer, int width, int max_keys, const Tap* tap, int kv_len) {
   const LayerWeights& w = weights_.layers[layer];
   const ModelConfig& c = config_;
@@ -262,11 +247,8 @@ void Forward::attention(int layer, int width, int max_keys, const Tap* tap, int 
     backend_.mla_attention(attention);
     backend_.mla_value(value);
   }
-  expect({&w.o});
   gather(o_.get(), o, width, operand() * static_cast<size_t>(d.heads) * d.v);
   linear(width, o_.get(), nullptr, 0.0, {{&w.o, residual()}}, Epilogue::kResidual);
-  if (w.moe) expect({&w.router, &w.shared_gate, &w.shared_up});
-  else expect({&w.gate, &w.up});
   gather_residual(width);
   if (tap == nullptr) return;
   const std::string at = "layers." + std::to_string(layer) + ".mla.";
@@ -289,10 +271,8 @@ void Forward::dense(int layer, int width, const Tap* tap) {
   const LayerWeights& w = weights_.layers[layer];
   void* act = alone() ? act_.get() : act_part_.get();
   linear(width, x_.f32(), w.mlp_norm, config_.rms_norm_eps, {{&w.gate, act}, {&w.up, act}}, Epilogue::kSiluMul);
-  expect({&w.down});
   gather(act_.get(), act, width, operand() * static_cast<size_t>(share(config_.intermediate_size)));
   linear(width, act_.get(), nullptr, 0.0, {{&w.down, residual()}}, Epilogue::kResidual);
-  expect_layer(layer + 1);
   gather_residual(width);
   if (tap != nullptr) (*tap)("layers." + std::to_string(layer) + ".mlp.act", act_.get(), config_.intermediate_size, held());
 }
@@ -314,14 +294,15 @@ void Forward::moe(int layer, int width, const Tap* tap) {
     experts.act = act_part_.get();
     experts.shared_act = static_cast<char*>(act_part_.get()) + operand() * static_cast<size_t>(width) * k * share(c.moe_intermediate_size);
     backend_.routed_moe(scores, choice, experts);
-    backend_.expect(w.expert_down, ids_.i32(), k);  // the first row's: the only one's when a step has one
-    expect({&w.shared_down});
-    gather_acts(width);
+    gather_acts(experts, width);
     experts.phase = MoePhase::kDown;
     experts.act = expert_act_.get();
     experts.shared_act = shared_act_.get();
+    if (tap != nullptr) {  // act is to be seen
+      backend_.unshard(acts_of(experts));
+      experts.gathered = nullptr;
+    }
     backend_.moe(experts);
-    expect_layer(layer + 1);
     gather_residual(width);
   }
   if (tap == nullptr) return;

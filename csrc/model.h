@@ -164,9 +164,7 @@ class Forward {
   // A rank's rows side by side with the others': whole [width, ranks * row_bytes]. Nothing to do alone, where part is whole.
   void gather(void* whole, const void* part, int width, size_t row_bytes);
   void gather_residual(int width) { gather(x_.get(), residual(), width, sizeof(float) * static_cast<size_t>(share(config_.hidden_size))); }
-  void gather_acts(int width);
-  void expect(std::initializer_list<const Weight*> weights);  // behind the next exchange
-  void expect_layer(int layer);                               // its first weights, or the head's after the last
+  void gather_acts(MoeArgs& experts, int width);
   // Memory for what is exchanged: the transport's where it has some.
   void place_exchanged(int act);
   // For taps: rows of which this rank has computed its share.

@@ -158,6 +158,9 @@ struct MoeArgs {
   int max_rows; const int32_t* n_rows;
   Numerics numerics = Numerics::kF32;
   MoePhase phase = MoePhase::kBoth;
+  // kDown: what an all-gather left of act, then of shared_act, which are to be written from it; or null: they are there. Nobody else
+  // reads act then, so that it may be in another place and order.
+  const void* gathered = nullptr; size_t rank_bytes = 0; int ranks = 1;
 };
 
 // What an all-gather leaves - one rank's rows after the other's - put side by side: row i of dst is row i of rank 0, then of rank 1, ...
@@ -173,6 +176,15 @@ struct UnshardArgs {
   Part part[2]; int parts;
   int max_rows; const int32_t* n_rows;
 };
+
+// MoeArgs::gathered put side by side in act and shared_act.
+inline UnshardArgs acts_of(const MoeArgs& a) {
+  const size_t operand = a.numerics == Numerics::kBf16 ? sizeof(uint16_t) : sizeof(float), ranks = static_cast<size_t>(a.ranks);
+  const size_t routed = operand * static_cast<size_t>(a.down.k) / ranks, shared = operand * static_cast<size_t>(a.shared_down.k) / ranks;
+  const size_t first = routed * static_cast<size_t>(a.max_rows) * static_cast<size_t>(a.top_k);
+  return {a.gathered, a.rank_bytes, a.ranks, {{a.act, 0, routed, a.top_k}, {a.shared_act, first, shared, 1}},
+          a.shared_down.n > 0 ? 2 : 1, a.max_rows, a.n_rows};
+}
 
 // out += a sum over 32-bit words, mixed with their place, of the rows that count: equal data give equal sums on every backend, and
 // no order of adding changes it. n_rows null: all of them.
@@ -308,10 +320,8 @@ class Backend {
   virtual void set_graphs(bool on) = 0;  // off: always eager
   virtual void drop_graphs() = 0;
 
-  // What operations behind the next `outside` will read: a device may fetch it while that work waits for others. A hint, no bit of any
-  // result depends on it. ids: of the w.e matrices those ids[0 .. count) will be read; null: all of w.
-  virtual void expect(const Weight&, const int32_t* /*ids*/ = nullptr, int /*count*/ = 0) {}
-  // Lets a library put work of its own between the operations, on the stream it is given (null for the CPU); in a step too.
+  // Lets a library put work of its own between the operations, on the stream it is given (null for the CPU); in a step too. Whatever that
+  // work waits for or not, it begins when all operations before it have ended.
   virtual void outside(const char* counter, const std::function<void(void* stream)>& work) = 0;
 
   // Kernel launches by name since the last reset (a replay counts what it launches). Every backend has these names and may have

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
 import threading
 import weakref
@@ -29,6 +30,7 @@ from harness.protocol import (
 from refs.config import BF16_PRECISIONS
 
 I32 = npt.NDArray[np.int32]
+PERIOD = 0.25  # seconds: of a decode, after which what watches it is told that it goes on
 
 
 def _bytes(data: bytes) -> Any:
@@ -70,7 +72,7 @@ class CsrcSession:
         identity: Callable[[], Mapping[str, str]] = dict,
         member: Member = ALONE,
     ) -> None:
-        """``progress`` is called after every round of a decode; without it a decode is one call into the engine.
+        """``progress`` is called every `PERIOD` seconds of a decode; without it a decode is one call into the engine.
 
         ``identity`` says what a forward's costs depend on (`engine.costs`). ``member``: whose functions the engine
         calls, so that they live as long as the session does.
@@ -129,10 +131,9 @@ class CsrcSession:
         """Reset, prefill and decode to the end."""
         with self._turn, named_errors():
             ticket = self._begin(request)
-            if self._progress is None:
-                self._ops.decode_run(self._handle, ticket)
-            else:
-                while self._ops.decode_round(self._handle, ticket):
+            period = PERIOD if self._progress else math.inf
+            while self._ops.decode_run(self._handle, ticket, period):
+                if self._progress:
                     self._progress()
             return self._decoded(request, ticket)
 

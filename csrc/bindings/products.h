@@ -150,6 +150,20 @@ void routed_moe(int64_t handle, Tensor x, Tensor norm_w, double eps, Tensor rout
   call.run([=](Backend& b) { b.routed_moe(product, choice, moe); });
 }
 
+// gathered: u8 [ranks, bytes], what an all-gather left of act and shared_act, for down alone.
+void moe_down(int64_t handle, Tensor x, Tensor norm_w, double eps, Tensor ids, Tensor weights, std::vector<Tensor> experts,
+              std::vector<Tensor> scales, std::vector<Tensor> shared, Tensor act, Tensor shared_act, Tensor out, Tensor state, bool bf16,
+              Tensor gathered) {
+  Call call(handle, state);
+  MoeArgs a = moe_args(x, norm_w, eps, ids, weights, experts, scales, shared, act, shared_act, out, state, bf16,
+                       [&](int m, int k, int e, int inner, int d) { return call.scratch(call.backend().moe_scratch(m, k, e, inner, d)); });
+  a.phase = MoePhase::kDown;
+  a.gathered = data<uint8_t>(gathered, "gathered");
+  a.ranks = dim(gathered, 0);
+  a.rank_bytes = static_cast<size_t>(gathered.size(1));
+  call.run(&Backend::moe, a);
+}
+
 // Their signatures.
 constexpr Bound kProducts[] = {
     {"draw_experts",
@@ -174,6 +188,10 @@ constexpr Bound kProducts[] = {
      "int topk_group, bool norm_topk, float scaling, int layer, Tensor[] experts, Tensor[] scales, Tensor[] shared, Tensor act, Tensor "
      "shared_act, Tensor out, Tensor state, bool bf16=False) -> ()",
      boxed<routed_moe>},
+    {"moe_down",
+     "(int backend, Tensor x, Tensor norm_w, float eps, Tensor ids, Tensor weights, Tensor[] experts, Tensor[] "
+     "scales, Tensor[] shared, Tensor act, Tensor shared_act, Tensor out, Tensor state, bool bf16, Tensor gathered) -> ()",
+     boxed<moe_down>},
 };
 
 }  // namespace

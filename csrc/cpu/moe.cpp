@@ -150,6 +150,7 @@ size_t CpuBackend::moe_scratch(int max_rows, int top_k, int experts, int inner, 
 
 void CpuBackend::moe(const MoeArgs& a) {
   if (a.phase != MoePhase::kDown) moe_gate_up(a);
+  if (a.gathered != nullptr) unshard(acts_of(a));
   if (a.phase != MoePhase::kGateUp) moe_down(a);
   const bool bf16 = a.numerics == Numerics::kBf16;
   count(a.gate.kind == WeightKind::kInt4 ? (bf16 ? "experts_int4_bf16" : "experts_int4") : bf16 ? "experts_bf16" : "experts_f32");

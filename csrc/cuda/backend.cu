@@ -17,7 +17,6 @@ constexpr int kGuardByte = 0xa5;
 constexpr uint32_t kPoison = 0x7ffadbad;     // NaN as f32 and, twice, as f64; out of every range as i32
 constexpr size_t kStaging = 64 << 10;        // downloads up to this many bytes go through pinned memory
 constexpr size_t kMaxGraphs = 256;         // keys hold temperatures and lengths, so a session may see any number of them
-constexpr size_t kMibAhead = 0;              // of weights fetched during an exchange: docs/ranks.md says why none
 constexpr size_t kDefaultShared = 48 << 10;  // static and dynamic together, without asking for more
 
 constexpr size_t round_up(size_t n) { return (n + kGuard - 1) / kGuard * kGuard; }
@@ -31,17 +30,6 @@ __global__ void poison_kernel(uint32_t* p, size_t words) {
 }
 
 std::string arch_name(int major, int minor) { return "sm_" + std::to_string(major) + std::to_string(minor); }
-
-size_t mib_ahead() {
-  const char* text = std::getenv("KDTREE_CUDA_AHEAD");
-  if (text == nullptr) return kMibAhead;
-  char* end = nullptr;
-  const long value = std::strtol(text, &end, 10);
-  if (end == text || *end != '\0' || value < 0 || value > 1024) {
-    throw Error("ConfigError", std::string("KDTREE_CUDA_AHEAD: '") + text + "' is not a number of MiB from 0 to 1024");
-  }
-  return static_cast<size_t>(value);
-}
 
 }  // namespace
 
@@ -83,12 +71,8 @@ CudaBackend::CudaBackend(int device, bool poison) : device_(device), poison_(poi
   tensor_ = !(asked != nullptr && std::strcmp(asked, "0") == 0);
   device_shape_ = {tensor_ && major >= 9 && image.ptxVersion >= 90, multiprocessors, shared_limit_};
   wgmma_ = tensor_ && major == 9 && finds_wgmma();
-  ahead_ = mib_ahead() << 20;
   device_shape_.wgmma = wgmma_;
   KD_CUDA(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking));
-  KD_CUDA(cudaStreamCreateWithFlags(&beside_, cudaStreamNonBlocking));
-  KD_CUDA(cudaEventCreateWithFlags(&forked_, cudaEventDisableTiming));
-  KD_CUDA(cudaEventCreateWithFlags(&joined_, cudaEventDisableTiming));
   KD_CUDA(cudaMallocHost(reinterpret_cast<void**>(&staging_), kStaging));
   KD_CUDA(cudaMalloc(reinterpret_cast<void**>(&tickets_), 2 * sizeof(cuda::Tickets)));
   KD_CUDA(cudaMemsetAsync(tickets_, 0, 2 * sizeof(cuda::Tickets), stream_));
@@ -108,9 +92,6 @@ CudaBackend::~CudaBackend() {
   for (auto& [key, graph] : graphs_) cudaGraphExecDestroy(graph.exec);
   for (auto& [payload, allocation] : allocations_) cudaFree(payload - kGuard);
   cudaFreeHost(staging_);
-  cudaEventDestroy(forked_);
-  cudaEventDestroy(joined_);
-  cudaStreamDestroy(beside_);
   cudaFree(exchange_);
   cudaFree(arrivals_);
   cudaFree(tickets_);
@@ -243,16 +224,6 @@ Resident CudaBackend::resident(const void* host, size_t bytes, size_t count, siz
   KD_CUDA(cudaStreamSynchronize(stream_));
   after_kernel_ = false;
   return {payload, bytes};
-}
-
-void CudaBackend::outside(const char* counter, const std::function<void(void*)>& work) {
-  enter(counter, true);
-  const bool fetches = expected_.parts > 0;
-  if (fetches) fetch_expected();
-  work(stream_);
-  if (fetches) KD_CUDA(cudaStreamWaitEvent(stream_, joined_));
-  after_kernel_ = false;
-  ++(*counting_)[counter];
 }
 
 void CudaBackend::upload(void* dst, const void* host, size_t bytes) {

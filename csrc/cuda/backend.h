@@ -14,7 +14,6 @@
 #include "../ops.h"
 #include "check.h"
 #include "../stream_plan.h"
-#include "ahead.h"
 
 namespace kdtree {
 
@@ -45,7 +44,6 @@ class CudaBackend final : public Backend {
   void step(const std::string& key, const std::function<void()>& body) override;
   void set_graphs(bool on) override { graphs_on_ = on; }
   void drop_graphs() override;
-  void expect(const Weight& w, const int32_t* ids, int count) override;
   void outside(const char* counter, const std::function<void(void*)>& work) override;
 
   std::map<std::string, uint64_t> counters() const override { return counters_; }
@@ -151,6 +149,7 @@ class CudaBackend final : public Backend {
   bool down_stream(const MoeArgs& a);
   int choose_boxes(const MoeArgs& a, bool down) const;  // the shape of box_plan.h that serves, or -1
   void launch_boxes(const char* name, const MoeArgs& a, bool down, int variant, bool routed, const cuda::StreamMoeParams& p);
+  void put_side_by_side(const UnshardArgs& a, bool ordered);  // ordered: the first part in the order in which int4 is multiplied (stream.cuh)
 
   // MLA in bf16 on tensor cores (mla_plan.h says for which shapes). prepare_on_tensor_cores: false where the generic kernel must.
   bool prepare_on_tensor_cores(const MlaPrepareArgs& a);
@@ -161,8 +160,6 @@ class CudaBackend final : public Backend {
   void launch_hopper(const MlaAttentionArgs& a, const std::function<void(const cuda::MlaParts&)>& then);
   void launch_values(const MlaValueArgs& a, const cuda::MlaParts* parts);  // null: from o_lat
   static bool finds_wgmma();
-
-  void fetch_expected();  // on the side stream, from here on
 
   void enter(const char* call, bool capturable);
   char* take(size_t bytes, const char* what);
@@ -181,12 +178,6 @@ class CudaBackend final : public Backend {
   std::unordered_map<const void*, int> carved_;
   stream::Device device_shape_{};
   std::map<std::pair<const void*, size_t>, int> resident_clusters_;
-
-  // What is expected of the weights is fetched into L2 on a stream beside, while the main one waits for other devices.
-  cudaStream_t beside_ = nullptr;
-  cudaEvent_t forked_ = nullptr, joined_ = nullptr;
-  size_t ahead_ = 0;  // bytes that are fetched, at most; 0: none
-  cuda::Expected expected_{};
 
   std::map<char*, Allocation> allocations_;
   MemoryInfo memory_{0, 0};

@@ -30,6 +30,12 @@ __global__ __launch_bounds__(kOrderThreads) void order_kernel(const __grid_const
   }
 }
 
+// Whether what is put side by side can come in order at once: rows of whole units, of which every rank has whole pieces.
+bool unshards_in_order(const MoeArgs& a) {
+  return stream::padded(a.down.k) == a.down.k && a.down.k / a.ranks % 8 == 0 && a.shared_down.k / a.ranks % 8 == 0 &&
+         aligned(a.gathered) && a.rank_bytes % 16 == 0;
+}
+
 }  // namespace
 
 size_t CudaBackend::moe_scratch(int max_rows, int top_k, int experts, int inner, int dim) const {
@@ -49,7 +55,13 @@ bool CudaBackend::down_stream(const MoeArgs& a) {
   p.act = static_cast<uint16_t*>(a.act), p.shared_act = static_cast<uint16_t*>(a.shared_act);
   p.products = scratch.products;
   p.combine = {p.products, a.weights, a.top_k, a.down.n, a.shared_down.n > 0, a.out, a.max_rows, a.n_rows, tickets_ + 1, stream::combining(a.max_rows)};
-  if (int4 && (a.phase == MoePhase::kDown || p.row_stride != a.down.k)) {  // gate and up have left none
+  const bool orders = a.gathered != nullptr && int4 && unshards_in_order(a);
+  if (a.gathered != nullptr) {
+    UnshardArgs acts = acts_of(a);
+    if (orders) acts.part[0].dst = scratch.ordered;
+    put_side_by_side(acts, orders);
+  }
+  if (int4 && !orders && (a.phase == MoePhase::kDown || p.row_stride != a.down.k)) {  // gate and up have left none
     const OrderParams o{scratch.ordered, p.row_stride, p.act, a.down.k, a.top_k, a.max_rows, a.n_rows};
     launch("experts_order", order_kernel, dim3(a.max_rows * a.top_k), kOrderThreads, 0, o);
   }

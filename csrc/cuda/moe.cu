@@ -292,6 +292,7 @@ void CudaBackend::moe(const MoeArgs& a, bool routed) {
     launch(name, gate_up, dim3(g.shared_blocks + slots * g.tiles), kTileThreads, shared, g);
   }
   if (a.phase == MoePhase::kGateUp || down_stream(a)) return;
+  if (a.gathered != nullptr) unshard(acts_of(a));
 
   DownParams d{a.ids, a.weights, a.top_k, a.down.n, a.down, a.shared_down, a.act, a.shared_act, a.out, a.max_rows, a.n_rows};
   const bool vector =

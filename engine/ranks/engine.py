@@ -148,6 +148,8 @@ class RankedEngine:
             environment = {"KDTREE_THREADS": str(threads), "OMP_NUM_THREADS": "1"}
             # Calls of one process follow each other, each waited for: nothing that this support is for can happen.
             environment["NCCL_GRAPH_MIXING_SUPPORT"] = os.environ.get("NCCL_GRAPH_MIXING_SUPPORT", "0")
+            # Nothing else runs on a GPU during an exchange: it may have more blocks than NCCL would leave to others.
+            environment["NCCL_MIN_CTAS"] = os.environ.get("NCCL_MIN_CTAS", "16")
             if "KDTREE_RANKS_GPUS" in os.environ:  # a test worker, which sees one GPU itself
                 environment["CUDA_VISIBLE_DEVICES"] = os.environ["KDTREE_RANKS_GPUS"]
             self._job = Job(self.device, local, self.rendezvous(), environment)

@@ -21,10 +21,12 @@ from typing import Any
 
 from engine.ranks.arena import Arena
 from engine.ranks.member import Member, member
+from harness.protocol import ConfigError
 
 IDLE = timedelta(days=30)  # between two commands
 REGISTERED = "KDTREE_RANKS_REGISTERED"
-"""MiB of a GPU for a block of memory that is registered with NCCL; 0 or nothing: none."""
+"""MiB of a GPU for memory that NCCL knows on every rank; 0: none. Not given: `MIB` where all ranks are on one host."""
+MIB = 256  # what a session of K2.6 exchanges from at 65 rows is 114 of it
 EXCHANGE = timedelta(seconds=20)  # for one exchange: the others are at most one operation behind
 
 
@@ -42,6 +44,16 @@ def memory_view(address: int, size: int, device: str) -> Any:
     if device != "cpu":
         return torch.as_tensor(_Memory(address, size), device=device)
     return torch.frombuffer((ctypes.c_uint8 * size).from_address(address), dtype=torch.uint8)
+
+
+def registered_bytes() -> int:
+    """What the environment says of the memory in which GPUs exchange. ConfigError if it is no number."""
+    text = os.environ.get(REGISTERED)
+    if text is None:
+        return MIB << 20 if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"] else 0
+    if not text.isascii() or not text.isdigit() or int(text) > 65536:
+        raise ConfigError(f"{REGISTERED}: {text!r} is not a number of MiB from 0 to 65536")
+    return int(text) << 20
 
 
 class TorchExchange:
@@ -71,7 +83,8 @@ class TorchExchange:
                     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # gloo's threads inherit it
             dist.init_process_group("gloo", timeout=EXCHANGE)
         self._words = dist.new_group(backend="gloo", timeout=IDLE)
-        self.arena = self._register() if self._cuda and os.environ.get(REGISTERED, "0") != "0" else None
+        size = registered_bytes() if self._cuda else 0
+        self.arena = self._register(size) if size else None
         self.owner = 0
         """Whose the arena's memory is that the next session asks for."""
         # torch 2.13 has renamed it
@@ -82,23 +95,39 @@ class TorchExchange:
         return member(self.rank, self.count, self._all_gather, self._broadcast, self._take)
 
     def _take(self, size: int) -> int:
-        return self.arena.take(size, self.owner) if self.arena else 0
+        taken = self.arena.take(size, self.owner) if self.arena else 0
+        if self.arena and not taken:
+            print(f"exchanges in plain memory: no {size} bytes are left of {REGISTERED}", file=sys.stderr, flush=True)
+        return taken
 
-    def _register(self) -> Arena | None:
+    def _register(self, size: int) -> Arena | None:
         """A block that NCCL knows on every rank, in which its short exchanges take half the time; None without it."""
         torch, dist = self._torch, self._dist
-        made = None
-        try:
+
+        def all_of(make: Callable[[], Any]) -> Any:
+            """What ``make`` gives, None unless every rank has it: what follows waits for all of them."""
+            made = None
+            try:
+                made = make()
+            except (
+                Exception
+            ) as error:  # what is missing differs by version of torch and NCCL; plain memory always serves
+                print(f"exchanges in plain memory: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+            return made if all(self.each(made is not None)) else None
+
+        def allocated() -> Any:
             backend: Any = dist.group.WORLD._get_backend(torch.device(self.device))
             pool = torch.cuda.MemPool(backend.mem_allocator)
             with torch.cuda.use_mem_pool(pool):
-                block = torch.zeros(int(os.environ.get(REGISTERED, "0")) << 20, dtype=torch.uint8, device=self.device)
+                return backend, pool, torch.zeros(size, dtype=torch.uint8, device=self.device)
+
+        def registered() -> Arena:
+            backend, pool, block = self._kept
             backend.register_mem_pool(pool, symm=True)
-            self._kept = pool, block
-            made = Arena(block.data_ptr(), block.numel())
-        except Exception as error:  # what is missing differs by version of torch and NCCL; plain memory always serves
-            print(f"exchanges in plain memory: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
-        return made if all(self.each(made is not None)) else None
+            return Arena(block.data_ptr(), block.numel())
+
+        self._kept = all_of(allocated)
+        return all_of(registered) if self._kept else None
 
     def say(self, value: Any) -> Any:
         """Rank 0's ``value``, on every rank; waits as long as it takes."""

@@ -102,9 +102,45 @@ void steps() {
   expect(token(10) == 10, "eager");
 }
 
+__global__ void copy_early(unsigned long long* to, const unsigned long long* from) { *to = *from; }
+
+// Work from outside that may begin before the launch before it has ended, and does not wait: as NCCL's symmetric kernels were from 2.28 on.
+void outside() {
+  constexpr size_t kWords = 16 << 20;
+  const auto backend = kdtree::make_cuda_backend(0, false);
+  auto* words = static_cast<uint32_t*>(backend->alloc(kWords * sizeof(uint32_t), "words"));
+  auto* sums = static_cast<unsigned long long*>(backend->alloc(2 * sizeof(unsigned long long), "sums"));
+  const auto body = [&] {
+    backend->fill_zero(sums, 2 * sizeof *sums);
+    backend->checksum({reinterpret_cast<uint64_t*>(sums), words, kWords, 1, nullptr});
+    backend->outside("copy", [&](void* stream) {
+      cudaLaunchAttribute early{};
+      early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+      early.val.programmaticStreamSerializationAllowed = 1;
+      cudaLaunchConfig_t config{};
+      config.gridDim = config.blockDim = dim3(1);
+      config.stream = static_cast<cudaStream_t>(stream);
+      config.attrs = &early, config.numAttrs = 1;
+      if (cudaLaunchKernelEx(&config, copy_early, sums + 1, static_cast<const unsigned long long*>(sums)) != cudaSuccess) {
+        throw kdtree::Error("DeviceError", "copy");
+      }
+    });
+  };
+  for (const bool graphs : {true, false}) {
+    backend->set_graphs(graphs);
+    for (int i = 0; i < 20; ++i) {
+      backend->step("outside", body);
+      unsigned long long seen[2] = {0, 0};
+      backend->download(seen, sums, sizeof seen);
+      expect(seen[0] != 0 && seen[0] == seen[1], graphs ? "what comes from outside waits, in a graph" : "what comes from outside waits");
+    }
+  }
+}
+
 }  // namespace
 
 int main() {
+  outside();
   guards(false);
   guards(true);
   steps();

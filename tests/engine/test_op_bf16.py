@@ -162,25 +162,26 @@ class Experts:
     scales: list[Array]
     shared: list[Array]
 
-    def run(self, ops: Ops, rows: slice) -> tuple[F32, Array, Array]:
-        """The residual stream after, and both acts as stored."""
+    def run(self, ops: Ops, rows: slice, gathered: Array | None = None) -> tuple[F32, Array, Array]:
+        """The residual stream after, and both acts as stored; given what ranks gathered of the acts, of down alone."""
         x, ids = ops.tensor(self.x[rows]), np.ascontiguousarray(self.ids[rows])
         m, k = ids.shape
         act = ops.empty(m, k, self.routed[0].shape[1], dtype=np.uint16)
         shared_act = ops.empty(m, self.shared[0].shape[0], dtype=np.uint16)
         ops.call(
-            "moe", x, ops.tensor(self.norm), EPS, ops.tensor(ids), ops.tensor(self.weights[rows]),
+            "moe" if gathered is None else "moe_down",
+            x, ops.tensor(self.norm), EPS, ops.tensor(ids), ops.tensor(self.weights[rows]),
             [ops.tensor(w) for w in self.routed], [ops.tensor(s) for s in self.scales],
             [ops.tensor(w) for w in self.shared], act, shared_act, x, ops.state(m), True,
+            *([] if gathered is None else [ops.tensor(gathered)]),
         )  # fmt: skip
         return x.cpu().numpy(), act.cpu().numpy(), shared_act.cpu().numpy()
 
 
-@pytest.mark.parametrize("kind", ["bf16", "int4"])
-@pytest.mark.parametrize(
-    ("m", "dim", "inner", "experts", "k", "shared"), [(5, 33, 17, 9, 3, 20), (40, 64, 48, 30, 6, 48)]
-)
-def test_moe(ops: Ops, kind: str, m: int, dim: int, inner: int, experts: int, k: int, shared: int) -> None:
+def experts_of(
+    kind: str, m: int, dim: int, inner: int, experts: int, k: int, shared: int
+) -> tuple[Experts, list[Array]]:
+    """A case, and its routed and shared weights in float64: gate, up, down of each."""
     rng = np.random.default_rng(dim)
     made = [weight(rng, kind, experts, *s) for s in ((inner, dim), (inner, dim), (dim, inner))]
     both = [weight(rng, "bf16", *s) for s in ((shared, dim), (shared, dim), (dim, shared))]
@@ -189,19 +190,28 @@ def test_moe(ops: Ops, kind: str, m: int, dim: int, inner: int, experts: int, k:
         draw(rng, m, dim), draw(rng, dim), ids, rng.random((m, k)).astype(np.float32),
         [w[0] for w in made], [w[1] for w in made], [w[0] for w in both],
     )  # fmt: skip
+    return case, [w[2] for w in (*made, *both)]
+
+
+@pytest.mark.parametrize("kind", ["bf16", "int4"])
+@pytest.mark.parametrize(
+    ("m", "dim", "inner", "experts", "k", "shared"), [(5, 33, 17, 9, 3, 20), (40, 64, 48, 30, 6, 48)]
+)
+def test_moe(ops: Ops, kind: str, m: int, dim: int, inner: int, experts: int, k: int, shared: int) -> None:
+    case, exact = experts_of(kind, m, dim, inner, experts, k, shared)
     out, act, shared_act = case.run(ops, slice(None))
     counted = "experts_bf16" if kind == "bf16" else "experts_int4_bf16"
     own = ("_norm", "_order", "_down", "_stream")  # of the kernels that one backend takes for it
     assert {c for c in ops.counters() if c.startswith("experts") and not c.endswith(own)} == {counted}
-    gate, up, down = (w[2] for w in made)
+    gate, up, down, *both = exact
     want_act, want = np.zeros(act.shape), case.x.astype(np.float64)
     b = nearest(normed(case.x, case.norm, EPS))
     for i in range(m):
-        for j, e in enumerate(ids[i]):
+        for j, e in enumerate(case.ids[i]):
             want_act[i, j] = silu(gate[e] @ b[i]) * (up[e] @ b[i])
             want[i] += case.weights[i, j] * (down[e] @ value(act[i, j]))  # what it stored is what it goes on from
-    want_shared = silu(b @ both[0][2].T) * (b @ both[1][2].T)
-    want += value(shared_act) @ both[2][2].T
+    want_shared = silu(b @ both[0].T) * (b @ both[1].T)
+    want += value(shared_act) @ both[2].T
     assert error(value(act), nearest(want_act)) < 2e-6
     assert error(value(shared_act), nearest(want_shared)) < 2e-6
     assert error(value(act), truncated(want_act)) > 4e-6
@@ -210,6 +220,19 @@ def test_moe(ops: Ops, kind: str, m: int, dim: int, inner: int, experts: int, k:
         part = case.run(ops, rows)
         for mine, other in zip(part, (out, act, shared_act), strict=True):
             assert mine.tobytes() == other[rows].tobytes()
+
+
+@pytest.mark.parametrize("kind", ["bf16", "int4"])
+@pytest.mark.parametrize(
+    ("m", "inner", "shared", "ranks"), [(1, 128, 64, 2), (5, 256, 128, 4), (40, 48, 48, 3), (9, 12, 6, 2)]
+)
+def test_down_of_gathered_acts(ops: Ops, kind: str, m: int, inner: int, shared: int, ranks: int) -> None:
+    """What ranks computed of the acts, one after the other's, gives the bits of the acts themselves."""
+    case, _ = experts_of(kind, m, 64, inner, 30, 6, shared)
+    out, *acts = case.run(ops, slice(None))
+    parts = [np.stack(np.split(act.reshape(-1, act.shape[-1]), ranks, axis=1)).reshape(ranks, -1) for act in acts]
+    gathered = np.concatenate(parts, axis=1).view(np.uint8)
+    assert np.array_equal(case.run(ops, slice(None), gathered)[0].view(np.uint32), out.view(np.uint32))
 
 
 class Layer:

@@ -16,6 +16,7 @@ from together import Together
 
 import engine
 from engine.ranks.arena import Arena
+from engine.ranks.exchange import MIB, REGISTERED, registered_bytes
 from engine.ranks.member import member
 from engine.session import CsrcEngine, CsrcSession
 from harness.bundles import ensure
@@ -157,10 +158,30 @@ def test_memory_of_the_transport_is_used_where_it_reaches(bundle: Path, lend: in
         assert [each.tokens for each in decoded] == [golden.tokens] * 2
         with engine.create("cpu").load(bundle, "int4") as one:
             assert same(decoded[1].logits, one.decode(golden.request("noisy")).logits)
-        with Together(bundle, "int4", 2) as plain:  # what is lent is counted, and padded
+        assert (many.exchange.arenas[0].take(lend, 2) == 0) == (lend > 1 << 10)
+        with Together(bundle, "int4", 2) as plain:  # what is lent is counted as what is allocated
             plain.call("decode", golden.request("noisy"))
-            more = many.sessions[0].memory()[0] - plain.sessions[0].memory()[0]
-            assert (0 < more < 4096) == (lend > 1 << 10)
+            assert many.sessions[0].memory()[0] == plain.sessions[0].memory()[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "local", "mib"), [(None, "2", MIB), (None, "1", 0), ("0", "2", 0), ("64", "1", 64), ("64", "2", 64)]
+)
+def test_memory_that_nccl_knows(monkeypatch: pytest.MonkeyPatch, text: str | None, local: str, mib: int) -> None:
+    """Only ranks of one host have it unasked."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
+    monkeypatch.delenv(REGISTERED, raising=False)
+    if text is not None:
+        monkeypatch.setenv(REGISTERED, text)
+    assert registered_bytes() == mib << 20
+
+
+@pytest.mark.parametrize("text", ["", "-1", "many", "65537", "1.5"])
+def test_memory_that_is_no_number(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setenv(REGISTERED, text)
+    with pytest.raises(ConfigError, match=REGISTERED):
+        registered_bytes()
 
 
 def test_an_arena_fills_its_gaps() -> None:
