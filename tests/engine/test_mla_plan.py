@@ -56,7 +56,9 @@ int main(int argc, char** argv) {
   std::printf("\\n");
   for (int rows : {1, 24, 65, 4096}) {
     for (int inner : {96, 2048, 2056}) {
-      for (int dim : {64, 136, 7168}) std::printf("%zu ", kdtree::cuda::MoeScratch(nullptr, rows, 8, inner, dim).bytes);
+      for (int dim : {64, 136, 7168}) {
+        std::printf("%zu ", kdtree::cuda::MoeScratch(nullptr, rows, 8, inner, dim, 384).bytes);
+      }
     }
   }
   std::printf("\\n");
