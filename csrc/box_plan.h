@@ -43,9 +43,10 @@ constexpr size_t box_shared(const BoxVariant& v, int k, int rows) {
 constexpr BoxVariant kGateUpBoxes[] = {{true, 2, 6, 2, 3, 1, 2, 1}, {true, 2, 6, 2, 2, 1, 2, 2}, {false, 1, 7, 2, 2, 1, 2, 64}};
 constexpr BoxVariant kDownBoxes[] = {{false, 1, 7, 2, 2, 1, 2, 64}};
 
-// How a launch's workers share its items by bytes, as moe_items, in 32 bits: a worker's first of the others, of which the shared expert's items
-// cost `weight` sixteenths each, all turns of their rows included. Items are fewer than 2^26.
-KDTREE_BOTH constexpr int shared_weight(int shared_turns, int shared_k, int k, bool bf16) { return 16 * shared_turns * (shared_k / kBoxK) * 32 / ((bf16 ? 32 : 9) * (k / kBoxK)); }
+// How a launch's workers share its items, as moe_items, in 32 bits: a worker's first of the others, of which the shared expert's items cost
+// `weight` sixteenths each, all turns of their rows included. Items are fewer than 2^26. Beside int4 experts a tile of the shared one is 3.6
+// times the bytes, but about 1.5 times a warp's time: by bytes, warps with such a tile had ended at half of a launch of one row.
+KDTREE_BOTH constexpr int shared_weight(int shared_turns, int shared_k, int k, bool bf16) { return shared_turns * (shared_k / kBoxK) * (bf16 ? 16 : 25) / (k / kBoxK); }
 KDTREE_BOTH constexpr int first_box_item(int count, int shared, int weight, int workers, int w) {
   const unsigned total = static_cast<unsigned>(count * 16 + shared * weight), all = static_cast<unsigned>(workers), before = static_cast<unsigned>(w);
   const unsigned share = total / all * before + total % all * before / all;
