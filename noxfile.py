@@ -58,7 +58,8 @@ def python(session: nox.Session, *arguments: str) -> None:
 def test(session: nox.Session) -> None:
     """Build, bundles, the matrix and the other tests (``-- --all``: the slow ones too); arguments go to pytest."""
     install(session, "test", "remote")
-    workers = [] if any(a.startswith("-n") for a in session.posargs) else ["-n", "auto"]
+    # A worker has a stretch of files, so that what a module makes is made once, and takes from others in the end.
+    workers = [] if any(a.startswith("-n") for a in session.posargs) else ["-n", "auto", "--dist", "worksteal"]
     python(session, "-m", "pytest", *workers, *session.posargs)
 
 
