@@ -137,11 +137,8 @@ __global__ __launch_bounds__(kWideWarps * kWarp, 1) void wide_kernel(const __gri
   int tile = first_tile, half = 0;
   for (; tile < p.tiles; tile += next_tile, half ^= 1) {
     float acc[32];
-    uint32_t a[8];
 #pragma unroll
     for (int e = 0; e < 32; ++e) acc[e] = 0.f;
-#pragma unroll
-    for (int e = 0; e < 8; ++e) a[e] = 0;
     for (int step = 0; step < steps; ++step) {
       copy_wait<DEPTH - 2>();
       __syncwarp();
@@ -150,11 +147,10 @@ __global__ __launch_bounds__(kWideWarps * kWarp, 1) void wide_kernel(const __gri
       if constexpr (KIND == WeightKind::kInt4) {
         multiply_int4<2>(acc, slot, at, b + step * kChunkBytes, 0);
       } else {
-        multiply_bf16(acc, a, slot, at, b + step * kGroupBytes);
+        multiply_bf16(acc, slot, at, b + step * kGroupBytes);
       }
       slot = slot + SLOT == ring + DEPTH * SLOT ? ring : slot + SLOT;
     }
-    if constexpr (KIND == WeightKind::kBf16) wgmma_wait<0>(acc, a);
     const int rows = min(counted - p.first_row, p.max_rows);
     if (tile > first_tile) finish(tile - next_tile, half ^ 1, rows);  // and so nobody still reads the round before that
     publish(acc, half, rows);

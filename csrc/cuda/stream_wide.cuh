@@ -165,15 +165,17 @@ __device__ __forceinline__ void multiply_int4(float (&acc)[32], uint32_t slot, c
   finish(2 * HALVES - 1);
 }
 
-// a: of the unit before, which may still be multiplied.
-__device__ __forceinline__ void multiply_bf16(float (&acc)[32], uint32_t (&a)[8], uint32_t slot, const LaneOffsets& at, uint32_t b) {
-  uint4 w[2];
+// Waits for its products before it returns: while they are in flight they read `a`, whose registers the compiler gives to whatever comes
+// next, as it knows of no later use. Other warpgroups fill the time.
+__device__ __forceinline__ void multiply_bf16(float (&acc)[32], uint32_t slot, const LaneOffsets& at, uint32_t b) {
+  uint32_t a[8];
 #pragma unroll
-  for (int r = 0; r < 2; ++r) w[r] = in_order(load_shared16(slot + at.row + r * 512));
-  wgmma_wait<0>(acc, a);
-#pragma unroll
-  for (int r = 0; r < 2; ++r) a[r] = w[r].x, a[r + 2] = w[r].y, a[r + 4] = w[r].z, a[r + 6] = w[r].w;
+  for (int r = 0; r < 2; ++r) {
+    const uint4 w = in_order(load_shared16(slot + at.row + r * 512));
+    a[r] = w.x, a[r + 2] = w.y, a[r + 4] = w.z, a[r + 6] = w.w;
+  }
   start_group(acc, a, b, true);
+  wgmma_wait<0>(acc, a);
 }
 
 __device__ __forceinline__ void full_init(uint64_t* full) {
