@@ -3,7 +3,7 @@
 // A box is 16 weight rows x 128 bytes, two units of K, of rows as they lie in the file: of gate and up eight each, in one copy, because the
 // tensor map has both as its third dimension. Every warp that multiplies has a ring of its own with two mbarriers a slot; one warp more
 // asks for all boxes, a lane for each ring, so that the others have nothing to do with it but to say when a slot is free. The scales of
-// several boxes come in one piece. Blocks have equal shares of the items by bytes; within a block any warp may have any item, or, where
+// several boxes come in one piece. Blocks have equal shares of the items (box_plan.h); within a block any warp may have any item, or, where
 // warps share K, the groups have equal shares.
 // A nibble becomes q/4, exactly, since bf16's smallest numbers need no exponent to be set: of the low nibble of a byte by (128 + n)/4 - 34, of
 // the high one, whose bits are the number n * 2^-129, by a multiplication with 2^127. An item's sums are multiplied by 4 at its end.
