@@ -13,7 +13,7 @@ import math
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from fractions import Fraction
 from pathlib import Path
@@ -81,7 +81,7 @@ def _parser() -> Parser:
     parser.add_argument("--list", action="store_true", help="print the faults and run none")
     parser.add_argument("--compile-only", action="store_true", help="see whether they compile, many at once; run none")
     parser.add_argument("--json", action="store_true", help="the records on stdout, everything else on stderr")
-    parser.add_argument("--out", type=output, metavar="FILE", help="write the records there")
+    parser.add_argument("--out", type=output, metavar="FILE", help="write the records there, each as it ends")
     return parser
 
 
@@ -109,6 +109,11 @@ def main(argv: Sequence[str]) -> int:
     def say(text: str) -> None:
         print(text, file=sys.stderr if options.json else sys.stdout, flush=True)
 
+    def keep(results: Sequence[Result]) -> None:
+        if options.out:
+            records = [result.record() for result in results]
+            write_atomic(options.out, (json.dumps(records, indent=1) + "\n").encode())
+
     try:
         faults = chosen(options)
         if options.list:
@@ -119,17 +124,14 @@ def main(argv: Sequence[str]) -> int:
             return compile_only(faults, options.device, options.json, say)
         points = expected([options.device])
         paths = bundles.ensure(list(dict.fromkeys(point.config for point in points)), say=say)
-        results = run_all(faults, Workshop(options.device, HOME), points, paths, options.workers, say)
+        results = run_all(faults, Workshop(options.device, HOME), points, paths, options.workers, say, keep)
     except (CatalogueError, MatrixError, BuildError, BundleError, ValueError, ZeroDivisionError) as error:
         print(f"kdtree mutants: {error}", file=sys.stderr)
         return INFRASTRUCTURE
     for text in summary(results):
         say(text)
-    records = [result.record() for result in results]
-    if options.out:
-        write_atomic(options.out, (json.dumps(records, indent=1) + "\n").encode())
     if options.json:
-        print(json.dumps(records, indent=1))
+        print(json.dumps([result.record() for result in results], indent=1))
     if any(result.broken for result in results):
         return INFRASTRUCTURE
     return PASSED if all(result.good for result in results) else FAILED
@@ -155,8 +157,10 @@ def run_all(
     paths: dict[str, Path],
     workers: int,
     say: bundles.Say,
+    keep: Callable[[Sequence[Result]], None],
 ) -> list[Result]:
-    """Every fault, ``workers`` at a time, each told of as it ends; in the order given."""
+    """Every fault, ``workers`` at a time, each told of as it ends; in the order given. ``keep`` gets those that have
+    ended, after each: a run of hours that is cut off has shown something."""
     mutants_run.serve()
     start, lock = time.monotonic(), threading.Lock()
     results: dict[str, Result] = {}
@@ -175,6 +179,7 @@ def run_all(
                 left = (time.monotonic() - start) / len(results) * (len(faults) - len(results))
                 counted = f"[{len(results):3d}/{len(faults)}]"
                 say(f"{counted} {line(result)}; {result.seconds:.1f} s, about {math.ceil(left / 60)} min left")
+                keep([results[fault.name] for fault in faults if fault.name in results])
         finally:
             pool.shutdown(cancel_futures=True)
     workshop.prune()

@@ -164,6 +164,20 @@ def test_exit_statuses(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFi
     assert "drifted" in capsys.readouterr().err
 
 
+def test_what_has_ended_is_kept_when_a_run_is_cut_off(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def one(fault: Fault, *_: object) -> Result:
+        if fault.name == "tensor_twice":
+            raise KeyboardInterrupt
+        return Result(fault, Outcome(ran=9), 1.0)
+
+    monkeypatch.setattr(mutants, "one", one)
+    monkeypatch.setattr(mutants, "Workshop", lambda *_: None)
+    out = tmp_path / "records.json"
+    with pytest.raises(KeyboardInterrupt):
+        mutants.main(["-k", "unedited or tensor_twice", "--workers", "1", "--out", str(out)])
+    assert [record["name"] for record in json.loads(out.read_text())] == ["unedited"]
+
+
 @pytest.mark.parametrize("folder", ["bundles", "checkout"])
 def test_a_record_names_no_folder_of_this_machine(folder: str) -> None:
     place = bundles.cache_folder() if folder == "bundles" else bundles.ROOT
