@@ -1,42 +1,14 @@
-// Hopper's bulk copies of boxes of weights as linear uses them, barriers that count their bytes, and a unit's products from a box.
+// A unit's products from a box of weights (box_copy.cuh) as linear has them, and sums sent between the blocks of a cluster.
 //
-// A unit's products are multiply_unit's (stream.cuh) in every bit. A nibble becomes q/4, exactly, since bf16's smallest numbers need no exponent to
-// be set: of the low nibble of a byte by (128 + n)/4 - 34, of the high one, whose bits are the number n * 2^-129, by a multiplication with 2^127.
-// Whoever has added a segment multiplies its sums by 4 (int4_sum).
+// A unit's products are multiply_unit's (stream.cuh) in every bit; a segment's sum is whole_sum's.
 #pragma once
-#include <cuda.h>
-
+#include "box_copy.cuh"
 #include "stream.cuh"
 
 namespace kdtree {
 namespace cuda {
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-
-__device__ __forceinline__ void barrier_init(uint32_t at, int count) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(at), "r"(count) : "memory");
-}
-// Arrives, and so many bytes are still to come.
-__device__ __forceinline__ void barrier_expect(uint32_t at, uint32_t bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(at), "r"(bytes) : "memory");
-}
-__device__ __forceinline__ void barrier_wait(uint32_t at, uint32_t parity) {
-  asm volatile(
-      "{\n.reg .pred p;\nwait:\nmbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@p bra done;\nbra wait;\ndone:\n}\n" ::"r"(at), "r"(parity)
-      : "memory");
-}
-// True in one lane of the warp, all of whose lanes call.
-__device__ __forceinline__ bool elected() {
-  uint32_t is;
-  asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.b32 %0, 1, 0, p;\n}" : "=r"(is));
-  return is != 0;
-}
-// The box whose first byte of a row is `byte` and whose first row is `row`. byte is a multiple of 16.
-__device__ __forceinline__ void copy_box(uint32_t to, const CUtensorMap* map, int byte, int row, uint32_t barrier) {
-  asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];" ::"r"(to),
-               "l"(map), "r"(barrier), "r"(byte), "r"(row), "r"(0)
-               : "memory");
-}
 
 __device__ __forceinline__ void store_shared(uint32_t at, const float (&v)[4]) {
   asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(at), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]) : "memory");
@@ -65,19 +37,6 @@ __device__ __forceinline__ void send(uint32_t to, const float (&v)[2], uint32_t 
 template <int CL>
 __device__ __forceinline__ void cluster_wait_others() {
   if constexpr (CL > 1) cluster_wait<CL>();
-}
-
-// The nibbles of a word's bytes 0 and 2, low or high, as two bf16 numbers q/4.
-__device__ __forceinline__ uint32_t low_pair(uint32_t word) {
-  uint32_t v;
-  asm("lop3.b32 %0, %1, 0x000f000f, 0x43004300, 0xea;" : "=r"(v) : "r"(word));
-  asm("fma.rn.bf16x2 %0, %0, %1, %2;" : "+r"(v) : "r"(0x3e803e80u), "r"(0xc208c208u));
-  return v;
-}
-__device__ __forceinline__ uint32_t high_pair(uint32_t word) {
-  uint32_t v = word & 0x00f000f0u;
-  asm("fma.rn.bf16x2 %0, %0, %1, %2;" : "+r"(v) : "r"(0x7f007f00u), "r"(0xc000c000u));
-  return v;
 }
 
 // A segment's sum from what its units gave.

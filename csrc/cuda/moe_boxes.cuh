@@ -5,12 +5,10 @@
 // asks for all boxes, a lane for each ring, so that the others have nothing to do with it but to say when a slot is free. The scales of
 // several boxes come in one piece. Blocks have equal shares of the items (box_plan.h); within a block any warp may have any item, or, where
 // warps share K, the groups have equal shares.
-// A nibble becomes q/4, exactly, since bf16's smallest numbers need no exponent to be set: of the low nibble of a byte by (128 + n)/4 - 34, of
-// the high one, whose bits are the number n * 2^-129, by a multiplication with 2^127. An item's sums are multiplied by 4 at its end.
+// Nibbles come as q/4 (box_copy.cuh); an item's sums are multiplied by 4 at its end.
 #pragma once
-#include <cuda.h>
-
 #include "../box_plan.h"
+#include "box_copy.cuh"
 #include "moe_items.cuh"
 
 namespace kdtree {
@@ -42,59 +40,6 @@ struct BoxMoeShape {
   static_assert(DEPTH + 2 <= kBoxItems && LINE <= 256, "each slot may be another item's; what a box may be wide");
   static_assert((LINE & (LINE - 1)) == 0, "the other eight rows' scales are a bit away");
 };
-
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ == 900
-
-// Barriers in shared memory. A wait for a phase gives back as soon as it has ended, and until the next one has.
-__device__ __forceinline__ void barrier_init(uint32_t at, uint32_t arrivals) {
-  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(at), "r"(arrivals) : "memory");
-}
-__device__ __forceinline__ void barrier_arrive(uint32_t at) {
-  asm volatile("{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0]; }" ::"r"(at) : "memory");
-}
-__device__ __forceinline__ void barrier_wait(uint32_t at, int phase) {
-  asm volatile(
-      "{ .reg .pred done;\n"
-      "again: mbarrier.try_wait.parity.shared.b64 done, [%0], %1;\n"
-      "@!done bra again; }" ::"r"(at), "r"(phase & 1) : "memory");
-}
-__device__ __forceinline__ void barrier_expect(uint32_t at, uint32_t bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(at), "r"(bytes) : "memory");
-}
-__device__ __forceinline__ bool barrier_passed(uint32_t at, int phase) {
-  uint32_t done;
-  asm volatile(
-      "{ .reg .pred p;\n"
-      "mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\n"
-      "selp.u32 %0, 1, 0, p; }" : "=r"(done) : "r"(at), "r"(phase & 1) : "memory");
-  return done != 0;
-}
-// One lane of a warp that is together, always the same; unlike a comparison with its number it tells the compiler that there is but one.
-__device__ __forceinline__ bool elected() {
-  uint32_t mine;
-  asm volatile("{ .reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.u32 %0, 1, 0, p; }" : "=r"(mine));
-  return mine != 0;
-}
-__device__ __forceinline__ void copy_box(uint32_t to, const CUtensorMap* map, int byte, int row, uint32_t barrier) {
-  asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];" ::"r"(to),
-               "l"(map), "r"(barrier), "r"(byte), "r"(row), "r"(0)
-               : "memory");
-}
-
-#endif
-
-// The nibbles of a word's bytes 0 and 2, low or high, as two bf16 numbers q/4.
-__device__ __forceinline__ uint32_t low_pair(uint32_t word) {
-  uint32_t v;
-  asm("lop3.b32 %0, %1, 0x000f000f, 0x43004300, 0xea;" : "=r"(v) : "r"(word));
-  asm("fma.rn.bf16x2 %0, %0, %1, %2;" : "+r"(v) : "r"(0x3e803e80u), "r"(0xc208c208u));
-  return v;
-}
-__device__ __forceinline__ uint32_t high_pair(uint32_t word) {
-  uint32_t v = word & 0x00f000f0u;
-  asm("fma.rn.bf16x2 %0, %0, %1, %2;" : "+r"(v) : "r"(0x7f007f00u), "r"(0xc000c000u));
-  return v;
-}
 
 // What a warp multiplies next: a tile and the places of its columns, of which there are none once all is done.
 struct BoxItem {
@@ -190,7 +135,7 @@ __global__ __launch_bounds__(S::THREADS, S::RESIDENT) void box_moe_kernel(const 
   };
   // Asks for what the ring's next slot is to hold, where it is free; the end of all items is a slot of nothing.
   const auto copy_slot = [&]() {
-    if (done || !barrier_passed(landed_at + FREED + to_slot * 8, round ^ 1) || (left == 0 && !take_item())) return false;
+    if (done || !barrier_passed(landed_at + FREED + to_slot * 8, (round ^ 1) & 1) || (left == 0 && !take_item())) return false;
     const int boxes = min(WIDE, left);
     const bool scaled = boxes > 0 && !of_shared && !p.bf16 && in_piece == 0;
     const uint32_t to = ring + to_slot * S::SLOT, barrier = landed_at + to_slot * 8;
@@ -272,7 +217,7 @@ __global__ __launch_bounds__(S::THREADS, S::RESIDENT) void box_moe_kernel(const 
     // Adds up the group's tile number i: the segments in ascending order.
     const auto reduce = [&](int i) {
       const int at = group * SLOTS + i % SLOTS;
-      barrier_wait(shared_address(full + at), i / SLOTS);
+      barrier_wait(shared_address(full + at), i / SLOTS & 1);
       const int4 of = summed[at];
       const auto add = [&](auto& v, const auto& s) {
 #pragma unroll
@@ -346,7 +291,7 @@ __global__ __launch_bounds__(S::THREADS, S::RESIDENT) void box_moe_kernel(const 
 #pragma unroll 1
         while (unit == segment_end && segment < s0 + SEGMENTS) {
           if constexpr (SPLIT > 1) {
-            if (segment == s0 && sequence >= SLOTS) barrier_wait(shared_address(empty + to), sequence / SLOTS - 1);
+            if (segment == s0 && sequence >= SLOTS) barrier_wait(shared_address(empty + to), (sequence / SLOTS - 1) & 1);
             if constexpr (MODE == 0) {
               if (lane % 4 < columns) *few_at(to, segment) = make_float2(acc[0][0], acc[0][1]);
             } else {
@@ -457,7 +402,7 @@ __global__ __launch_bounds__(S::THREADS, S::RESIDENT) void box_moe_kernel(const 
       };
 #pragma unroll 1
       for (int of_piece = 0; unit < end;) {
-        barrier_wait(landed_at + slot * 8, phase);
+        barrier_wait(landed_at + slot * 8, phase & 1);
         const uint32_t at = ring + slot * S::SLOT, scales = scales_of + piece * S::PIECE + of_piece * (WIDE * 16);
         const int boxes = min(WIDE, (end - unit) / 2);
 #pragma unroll 1
@@ -489,7 +434,7 @@ __global__ __launch_bounds__(S::THREADS, S::RESIDENT) void box_moe_kernel(const 
     };
 
     for (int count = 0;; ++count) {
-      barrier_wait(landed_at + slot * 8, phase);  // with its first slot an item is known
+      barrier_wait(landed_at + slot * 8, phase & 1);  // with its first slot an item is known
       const BoxItem item = items[warp][count % kBoxItems];
       if (item.columns == 0) break;
       const bool of_shared = item.of_shared != 0;
