@@ -75,6 +75,24 @@ def nvcc() -> tuple[str, str]:
     return "", ""
 
 
+def cuobjdump(nvcc: str) -> str:
+    """Path of CUDA's disassembler, ``""`` without one: beside nvcc (and what it links to), CUDA_HOME, then PATH.
+
+    It needs nvdisasm, which some installations leave out: one without it, beside or on PATH, is passed over.
+    """
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or ""
+    folders = [Path(nvcc).parent, Path(nvcc).resolve().parent] if nvcc else []
+    folders += [Path(home) / "bin"] if home else []
+    on_path = shutil.which("cuobjdump")
+    folders += [Path(on_path).parent] if on_path else []
+    for folder in folders:
+        if os.access(folder / "cuobjdump", os.X_OK) and (
+            os.access(folder / "nvdisasm", os.X_OK) or shutil.which("nvdisasm")
+        ):
+            return str(folder / "cuobjdump")
+    return ""
+
+
 def compiler() -> tuple[str, str]:
     """The C++ compiler that a build takes (CXX, or c++) and what it says of itself; both ``""`` without one."""
     name = os.environ.get("CXX") or "c++"

@@ -1,11 +1,13 @@
 """Compile every CUDA source for the target architectures without a GPU, and say what each kernel costs.
 
 Guarantees: the flags are those of ``harness/build.py``; a warning of nvcc, of ptxas or of the host compiler is a
-failure, and so is a kernel that spills registers. A result is cached by everything it depends on (the source, every
-header of ``csrc/``, the flags, the compiler), so a second run compiles only what changed.
+failure, and so is a kernel that spills registers. On Hopper the machine code is read too, where ``cuobjdump`` is found:
+a write to a register that a product in flight still reads (``harness/machine_code.py``) is a failure. A result is
+cached by everything it depends on (the source, every header of ``csrc/``, the flags, the compiler), so a second run
+compiles only what changed.
 
-``python -m harness.nvcc [--arch 9.0 12.0] [--debug] [--json]``; exit status 0 clean, 1 a warning, an error or a spill,
-3 no nvcc.
+``python -m harness.nvcc [--arch 9.0 12.0] [--debug] [--json]``; exit status 0 clean, 1 a warning, an error, a spill or
+an operand overwritten in flight, 3 no nvcc.
 """
 
 from __future__ import annotations
@@ -20,10 +22,10 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from harness import build, environment, toolchain
+from harness import build, environment, machine_code, toolchain
 from harness.cells import FAILED, INFRASTRUCTURE, PASSED
 from harness.cli import Parser
 from harness.files import write_atomic
@@ -98,10 +100,32 @@ def readable(names: Sequence[str]) -> list[str]:
     return short
 
 
-def compile_one(nvcc: str, version: str, source: Path, arch: str, debug: bool, cache: Path) -> Compiled:
+def overwritten(cuobjdump: str, compiled: Path, expected: Sequence[Kernel]) -> str:
+    """What is wrong in an object's machine code, a line a write to an operand in flight; ``""`` for nothing."""
+    # cuobjdump leaves the disassembling to nvdisasm, which it looks for on PATH alone.
+    path = os.pathsep.join([str(Path(cuobjdump).parent), os.environ.get("PATH", "")])
+    command = [cuobjdump, "-sass", str(compiled)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | {"PATH": path})
+    if done.returncode != 0:
+        return f"cuobjdump ended with status {done.returncode}: {done.stderr.strip()[:400]}"
+    shown = machine_code.kernels(done.stdout)
+    if missing := [kernel.name for kernel in expected if not shown.get(kernel.name)]:
+        return f"cuobjdump shows no machine code of {readable(missing)[0]}"
+    found = machine_code.hazards(done.stdout)
+    names = readable([hazard.kernel for hazard in found])
+    return "\n".join(str(replace(hazard, kernel=name)) for hazard, name in zip(found, names, strict=True))
+
+
+def compile_one(
+    nvcc: str, version: str, source: Path, arch: str, debug: bool, cache: Path, cuobjdump: str = ""
+) -> Compiled:
     """One source for one architecture, from the cache if nothing it depends on has changed."""
     arguments = flags(arch, debug)
-    digest = hashlib.sha256(json.dumps([version, arguments, Path(__file__).read_text("utf-8")]).encode())
+    # Only Hopper has these products. That the code was looked at is part of the key: it was not on a machine without
+    # cuobjdump, which has put its result into the same cache.
+    looked = bool(cuobjdump) and toolchain.specific(arch) == "9.0a"
+    judges = [Path(name).read_text("utf-8") for name in ([__file__, machine_code.__file__] if looked else [__file__])]
+    digest = hashlib.sha256(json.dumps([version, arguments, looked, judges]).encode())
     for path in [source, *sorted(p for p in build.CSRC.rglob("*.*h") if p.suffix in (".h", ".cuh"))]:
         digest.update(f"{path.relative_to(build.ROOT)}\0".encode() + path.read_bytes())
     kept = cache / f"{source.stem}-{digest.hexdigest()[:24]}.json"
@@ -109,14 +133,19 @@ def compile_one(nvcc: str, version: str, source: Path, arch: str, debug: bool, c
         stored = json.loads(kept.read_text("utf-8"))
         return Compiled(source.name, arch, tuple(Kernel(**k) for k in stored), "")
     with tempfile.TemporaryDirectory() as folder:
-        command = [nvcc, *arguments, "-c", str(source), "-o", str(Path(folder) / "out.o")]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-    report = done.stdout + done.stderr
+        out = Path(folder) / "out.o"
+        done = subprocess.run(
+            [nvcc, *arguments, "-c", str(source), "-o", str(out)], capture_output=True, text=True, check=False
+        )
+        report = done.stdout + done.stderr
+        kernels = parse(report, source.name, arch)
+        wrong = overwritten(cuobjdump, out, kernels) if looked and done.returncode == 0 else ""
     warned = [line for line in report.splitlines() if re.search(r"\bwarning\b", line)]
     if done.returncode != 0 or warned:
         lines = [line for line in report.splitlines() if not line.startswith("ptxas info")]
         return Compiled(source.name, arch, (), "\n".join(lines[:40]) or f"nvcc ended with status {done.returncode}")
-    kernels = parse(report, source.name, arch)
+    if wrong:
+        return Compiled(source.name, arch, kernels, wrong)
     write_atomic(kept, json.dumps([asdict(k) for k in kernels]).encode())
     return Compiled(source.name, arch, kernels, "")
 
@@ -138,7 +167,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(
         prog="python -m harness.nvcc",
         description="Compile csrc/cuda for every target architecture; registers, shared memory and spills per kernel.",
-        epilog=f"exit status: {PASSED} clean, {FAILED} a warning, an error or a spill, {INFRASTRUCTURE} no usable nvcc",
+        epilog=f"exit status: {PASSED} clean,"
+        f" {FAILED} a warning, an error, a spill or an operand overwritten in flight,"
+        f" {INFRASTRUCTURE} no usable nvcc",
     )
     parser.add_argument("--arch", nargs="+", default=list(TARGETS), metavar="N.N", help="CUDA capabilities")
     parser.add_argument("--debug", action="store_true", help="the debug build, with device-side messages")
@@ -159,10 +190,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"no .cu under {build.CSRC / 'cuda'}: run this in a checkout", file=sys.stderr)
         return INFRASTRUCTURE
     cache = Path(os.environ.get("KDTREE_BUILD") or build.ROOT / "build") / "nvcc"
+    cuobjdump = environment.cuobjdump(nvcc)
+    if not cuobjdump:
+        print("no cuobjdump with nvdisasm: machine code is not looked at", file=sys.stderr)
     work = [(source, arch) for source in sources for arch in options.arch]
 
     def one(job: tuple[Path, str]) -> Compiled:
-        result = compile_one(nvcc, version, *job, options.debug, cache)
+        result = compile_one(nvcc, version, *job, options.debug, cache, cuobjdump)
         print(f"{job[0].name} for {job[1]}: {'failed' if result.complaint else 'ok'}", file=sys.stderr, flush=True)
         return result
 
@@ -173,7 +207,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     spilling = [k for k in kernels if k.spills]
     if options.json:
         named = [asdict(k) | {"kernel": n} for k, n in zip(kernels, readable([k.name for k in kernels]), strict=True)]
-        print(json.dumps({"nvcc": version, "kernels": named, "complaints": complaints}))
+        print(
+            json.dumps({"nvcc": version, "kernels": named, "complaints": complaints, "machine_code": bool(cuobjdump)})
+        )
     else:
         print(table(kernels))
         for where, text in complaints.items():
