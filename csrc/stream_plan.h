@@ -275,6 +275,7 @@ constexpr BoxLaunch plan_linear_boxes(const LinearBoxes (&table)[COUNT], const D
 constexpr BoxLaunch plan_linear_boxes(const Device& device, WeightKind kind, int k, int rows, int outputs, bool paired, bool normed) {
   const bool int4 = kind == WeightKind::kInt4;
   if (!device.wgmma || rows > kBoxRows || outputs <= 0 || k <= 0 || k % (int4 ? 256 : 8) != 0) return {};
+  if (paired && normed && rows <= kColumns) return {};  // clusters of eight are too few for so many bytes: a dense layer's gate and up
   return int4 ? plan_linear_boxes(kBoxesInt4, device, kind, k, rows, outputs, paired, normed)
               : plan_linear_boxes(kBoxesBf16, device, kind, k, rows, outputs, paired, normed);
 }

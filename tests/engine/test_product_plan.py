@@ -229,6 +229,8 @@ def test_the_products_of_a_k26_step_come_by_boxes() -> None:
             assert not library("cpu").linear_box_plan(False, k, rows, outputs, False, name != "o", False, HOPPER)
         assert box_plan(True, 7168, rows, 256)[0]
         assert box_plan(True, 2048, rows, 448)[0]
+        gate_and_up = bool(box_plan(False, 7168, rows, 1152, paired=True, normed=True)[0])
+        assert gate_and_up == (rows > 8), "of few rows fifteen clusters of eight read slower than linear_stream.cu"
 
 
 K26_SIZES = [1536, 2048, 7168, 8192, 16384, 18432]
