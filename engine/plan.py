@@ -29,7 +29,7 @@ WHOLE = ("attn.q_a.w", "attn.kv_a.w", "router.w", "router.bias", "norm.w")
 CONTEXTS = (4096, 8192, 32768, 131072, 262144)
 ROWS = 65
 SEGMENT = 512  # keys whose partial results attention keeps apart on a GPU (csrc/cuda/mla_attention.cu)
-SEGMENTS = 8  # parts of K that products of bf16 activations keep apart (csrc/stream_plan.h)
+K_SEGMENTS = 8  # parts of K that products of bf16 activations keep apart (csrc/stream_plan.h)
 UNIT = 128  # weights that an INT4 product takes at a time on the CPU (csrc/cpu/kernels.h)
 STATE = 4096  # bytes of a step's state and checksums
 ROW_STATE = 64  # bytes of a row's token, parent, depth, choice, score, acceptance
@@ -111,7 +111,7 @@ def moe_scratch(c: ModelConfig, rows: int) -> int:
     (csrc/cuda/moe_scratch.h)."""
     products = 4 * rows * (c.num_experts_per_tok + 1) * c.hidden_size
     normed, acts = 2 * rows * _units(c.hidden_size), 2 * rows * c.num_experts_per_tok * _units(c.moe_intermediate_size)
-    parts = 4 * rows * SEGMENTS * c.n_routed_experts
+    parts = 4 * rows * K_SEGMENTS * c.n_routed_experts
     return sum(-(-size // 256) * 256 for size in (products, normed, acts, parts))
 
 

@@ -109,9 +109,7 @@ class TorchExchange:
             made = None
             try:
                 made = make()
-            except (
-                Exception
-            ) as error:  # what is missing differs by version of torch and NCCL; plain memory always serves
+            except Exception as error:  # what is missing differs by version of torch; plain memory always serves
                 print(f"exchanges in plain memory: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
             return made if all(self.each(made is not None)) else None
 
@@ -166,7 +164,7 @@ class TorchExchange:
         held: contextlib.AbstractContextManager[Any] = self._torch.cuda.stream(self._stream(stream))
         return held
 
-    @functools.lru_cache(maxsize=256)  # noqa: B019
+    @functools.lru_cache(maxsize=256)  # noqa: B019 - one object a process; a size is that of a width's exchange
     def _pieces(self, size: int) -> Any:
         """Room for one piece of ``size`` bytes for every rank, [count, size]."""
         return self._torch.empty((self.count, size), dtype=self._torch.uint8)
