@@ -11,7 +11,7 @@ from typing import Any
 from refs import kdtr
 
 LOCK = Path(__file__).resolve().parent.parent / "refs" / "bundles.lock"
-UPDATE = "python -m harness.bundles --update-lock"
+UPDATE = "python -m harness bundles --update-lock"
 
 Pins = Mapping[str, Any]
 

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from refs.elementary import F64
 from refs.exact import sigmoid, top_k
-from refs.router import route
+from refs.router import group_scores, route
 
 if TYPE_CHECKING:
     from refs.generate import Result
@@ -88,6 +88,20 @@ def groups_matter(result: Result, precision: str) -> bool:
     for layer in _moe_layers(result):
         logits, bias, ids = _router(result, precision, layer)
         if not np.array_equal(top_k(sigmoid(logits) + bias, ids.shape[1]), ids):
+            return True
+    return False
+
+
+def negative_groups(result: Result, precision: str) -> bool:
+    """Were biased scores below zero taken for zero in the groups' sums, some row would have other experts."""
+    model = result.recipe.model
+    for layer in _moe_layers(result):
+        logits, bias, ids = _router(result, precision, layer)
+        biased = sigmoid(logits) + bias
+        kept = top_k(group_scores(model, np.maximum(biased, 0.0)), model.topk_group)
+        groups = np.arange(model.n_routed_experts) // (model.n_routed_experts // model.n_group)
+        is_open = (groups[None, :, None] == kept[:, None, :]).any(axis=2)
+        if not np.array_equal(top_k(np.where(is_open, biased, -np.inf), ids.shape[1]), ids):
             return True
     return False
 
@@ -184,6 +198,7 @@ EDGES: dict[str, Edge] = {
         unused_experts,
         bias_matters,
         groups_matter,
+        negative_groups,
         router_ties,
         argmax_ties,
         draft_ties,

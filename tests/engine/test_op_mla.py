@@ -10,7 +10,8 @@ from engine_ops import F32, Array, Ops, Rows, chain
 
 from engine.library import library
 
-DIMS = [(1, 4, 1, 2, 1), (3, 17, 5, 6, 7), (20, 40, 70, 8, 66), (16, 64, 16, 16, 16)]
+# heads, rank, nope, rope, v; a rank beyond 256 is absorbed in several slices on the CPU
+DIMS = [(1, 4, 1, 2, 1), (3, 17, 5, 6, 7), (20, 40, 70, 8, 66), (16, 64, 16, 16, 16), (2, 300, 5, 4, 3)]
 """heads, rank, nope, rope, v; more heads than a block of 16, nope and v beyond a block of 64."""
 EPS, SCALE = 1e-6, 0.37
 

@@ -52,9 +52,10 @@ def expected_route(
     [(1, 1, (1, 1)), (7, 3, (1, 1)), (384, 8, (1, 1)), (32, 6, (8, 3)), (256, 8, (8, 4)), (12, 12, (3, 3))],
 )
 @pytest.mark.parametrize("norm", [True, False])
-def test_router(ops: Ops, experts: int, k: int, groups: tuple[int, int], norm: bool) -> None:
+@pytest.mark.parametrize("shift", [0.0, -0.5, -3.0])  # some and all biased scores below zero
+def test_router(ops: Ops, experts: int, k: int, groups: tuple[int, int], norm: bool, shift: float) -> None:
     rng = np.random.default_rng(experts)
-    logits, bias = draw(rng, 17, experts) * 2, draw(rng, experts) * 0.3
+    logits, bias = draw(rng, 17, experts) * 2, draw(rng, experts) * 0.3 + np.float32(shift)
     ids, weights, state = route(ops, logits, bias, k, groups=groups, norm=norm)
     assert state["error"] == 0
     for row in range(17):

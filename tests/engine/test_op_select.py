@@ -26,6 +26,7 @@ def choose(
 @pytest.mark.parametrize("vocab", [1, 2, 15, 16, 17, 512, 5001])
 def test_argmax(ops: Ops, vocab: int) -> None:
     logits = draw(np.random.default_rng(vocab), 9, vocab)
+    logits[5:] -= 20.0  # none of them above zero
     assert choose(ops, logits)[0].tolist() == [int(np.argmax(row)) for row in logits]
 
 
@@ -82,6 +83,7 @@ def drawn(logits: F32, position: int, temperature: float, seed: int) -> int:
 def test_draws_are_keyed_by_seed_position_and_token(ops: Ops, seed: int, temperature: float) -> None:
     """The position of a tree row is its depth after the committed rows, not its index."""
     logits = draw(np.random.default_rng(3), 7, 90)
+    logits[4:] -= 100.0  # no draw of theirs is above zero
     rows = Rows([-1, 0, 0, 1, 1, 3, 2])
     got = choose(ops, logits, temperature=temperature, seed=seed, kv_len=11, rows=rows)[0]
     want = [drawn(logits[r], 11 + int(rows.depths[r]), temperature, seed) for r in range(7)]

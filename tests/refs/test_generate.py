@@ -180,6 +180,7 @@ ELSEWHERE = {  # of each edge a config that has what it asks about but does not 
     "unused_experts": "sampled",
     "bias_matters": "no bias",
     "groups_matter": "block1",
+    "negative_groups": "block1",
     "router_ties": "block1",
     "argmax_ties": "block1",
     "draft_ties": "eos_mid",
