@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from harness.cells import Cell
+from collections.abc import Sequence
+
+from harness.cells import BadRound, Cell
 from harness.matrix import is_large
 
 
@@ -21,10 +23,30 @@ def describe(cell: Cell) -> str:
         d = cell.divergence
         lines.append(f"  first divergence: {d.detail or d.tap}")
     if cell.bad_round:
-        b = cell.bad_round
-        lines.append(f"  round {b.round}: got    tokens {list(b.got.tokens)} parents {list(b.got.parents)}")
-        lines[-1] += f" accepted {list(b.got.accepted)}"
-        lines.append(f"  round {b.round}: golden tokens {list(b.want.tokens)} parents {list(b.want.parents)}")
-        lines[-1] += f" accepted {list(b.want.accepted)}"
+        lines += _trees(cell.bad_round)
     lines += [f"  seed {cell.seed}, host {cell.host}, worker {cell.worker or 'main'}", f"  again: {cell.rerun}"]
     return "\n".join(lines)
+
+
+SHOWN = 20
+"""Rows of a tree that a message shows; the ledger and its page have all of them."""
+
+
+def _trees(bad: BadRound) -> list[str]:
+    """The round's two trees around the first row in which they differ; one line if they are the same tree."""
+    got, want = bad.got, bad.want
+    rows = list(zip(got.tokens, got.parents, strict=False)), list(zip(want.tokens, want.parents, strict=False))
+    if rows[0] == rows[1]:
+        return [f"  round {bad.round}: tree as golden: {_listed(got.tokens, got.parents, 0)}"]
+    unlike = next((i for i, (a, b) in enumerate(zip(*rows, strict=False)) if a != b), min(map(len, rows)))
+    first = max(0, unlike - SHOWN // 2) if max(map(len, rows)) > SHOWN else 0
+    return [
+        f"  round {bad.round}: {who:<6} {_listed(tree.tokens, tree.parents, first)} accepted {list(tree.accepted)}"
+        for who, tree in (("got", got), ("golden", want))
+    ]
+
+
+def _listed(tokens: Sequence[int], parents: Sequence[int], first: int) -> str:
+    last = min(first + SHOWN, len(tokens))
+    part = f"rows {first} to {last - 1} of {len(tokens)}: " if last - first < len(tokens) else ""
+    return f"{part}tokens {list(tokens[first:last])} parents {list(parents[first:last])}"

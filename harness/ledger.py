@@ -96,6 +96,27 @@ def _largest_logit_differences(cells: Sequence[Cell]) -> list[str]:
     ]
 
 
+NAMED = 6  # what a line of a summary lists before it counts the rest
+
+
+def _first_divergences(cells: Sequence[Cell]) -> list[str]:
+    """Of the cells that failed: the taps that diverge first, most frequent first, whatever the layer, and where."""
+    found: dict[str, list[Cell]] = {}
+    for cell in cells:
+        if cell.divergence:
+            tap = cell.divergence.tap
+            found.setdefault(tap.split(".", 2)[2] if tap.startswith("layers.") else tap, []).append(cell)
+    lines = []
+    for tap, here in sorted(found.items(), key=lambda item: -len(item[1])):
+        configs = sorted({parse(cell.id).config for cell in here})
+        more = f" and {len(configs) - NAMED} more" if len(configs) > NAMED else ""
+        count = f"{len(here)} cell{'s' if len(here) > 1 else ''}"
+        lines.append(f"first divergence: {tap} in {count} of {', '.join(configs[:NAMED])}{more}")
+    if lines:
+        lines[-1] += " (docs/trace.md says what each tap is)"
+    return lines
+
+
 def summary(ledger: Ledger) -> list[str]:
     """The lines that end a run."""
     lines = [f"problem: {problem}" for problem in ledger.problems]
@@ -104,6 +125,7 @@ def summary(ledger: Ledger) -> list[str]:
     wanted = ledger.filter if len(ledger.filter) <= 120 else f"{ledger.filter[:110]} ..."  # ids given one by one
     chosen = f" (filter: {wanted})" if wanted else ""
     lines.append(f"{ledger.passed} of {ledger.wanted} expected cells passed{rest}{chosen}")
+    lines += _first_divergences(ledger.cells)
     passing = [cell for cell in ledger.cells if cell.verdict is Verdict.PASS]
     if passing:
         worst = max(passing, key=lambda cell: cell.margin)

@@ -16,7 +16,7 @@ import pytest
 
 import harness.runner
 from harness import engines, widths, wrong_engine
-from harness.cells import Cell, Verdict
+from harness.cells import BadRound, Cell, Tree, Verdict
 from harness.describe import describe
 from harness.matrix import Point
 from harness.protocol import F32, Decoded, DecodeRequest, DeviceError, NonFiniteError, OutOfMemory, Session
@@ -248,6 +248,25 @@ def test_a_failing_tree_is_kept_with_the_golden_one(micro: Path) -> None:
     assert cell.bad_round.round == 0
     assert cell.bad_round.got.tokens[:-1] == cell.bad_round.want.tokens[:-1]
     assert cell.bad_round.got.tokens[-1] == cell.bad_round.want.tokens[-1] ^ 1
+
+
+def test_a_message_shows_a_wide_tree_around_its_first_unlike_row() -> None:
+    chain = Tree(tuple(range(100, 165)), tuple(range(-1, 64)), (0, 1))
+    other = replace(chain, tokens=(*chain.tokens[:40], 7, *chain.tokens[41:]))
+    bad = Cell(TREE.id, Verdict.FAIL_TREE, bad_round=BadRound(3, other, chain))
+    got, golden = describe(bad).splitlines()[2:4]
+    assert got.startswith("  round 3: got    rows 30 to 49 of 65: tokens [130, ")
+    assert ", 139, 7, 141, " in got
+    assert ", 139, 140, 141, " in golden
+    assert golden.endswith("48] accepted [0, 1]")
+    assert max(map(len, (got, golden))) < 240
+
+
+def test_a_message_shows_a_tree_once_where_only_what_was_accepted_differs() -> None:
+    want = Tree((5, 6, 7), (-1, 0, 1), (0, 1, 2))
+    bad = Cell(TREE.id, Verdict.FAIL_ACCEPTANCE, bad_round=BadRound(0, replace(want, accepted=(0,)), want))
+    lines = [line for line in describe(bad).splitlines() if "round 0" in line]
+    assert lines == ["  round 0: tree as golden: tokens [5, 6, 7] parents [-1, 0, 1]"]
 
 
 @pytest.mark.parametrize(

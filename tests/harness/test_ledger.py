@@ -274,4 +274,22 @@ def test_the_summary_counts_and_names_the_closest_cell() -> None:
         f"largest logit difference, int4: 9.00e-07 of 1.00e-06 allowed ({B})",
     ]
     assert lines[1] == f"closest to its bound: {B}, logits.max_abs 9e-07 of 1e-06 allowed (90 %)"
+    assert not any("divergence" in line for line in lines)
     assert "1 FAIL_LOGITS, 1 NOT_RUN" in ledgers.summary(ledger(cell(A, OFF), cell(B, verdict=Verdict.NOT_RUN)))[0]
+
+
+
+def test_the_summary_says_once_where_failed_cells_diverge_first() -> None:
+    def off(id: str, tap: str) -> Cell:
+        return replace(cell(id, OFF), divergence=Divergence(tap, (0,), 1.0, 0.0, 0.5, 1))
+
+    ids = [A, B, "fp32-ar-long-cpu", "fp32-ar-yarn-cpu"]
+    taps = ["layers.0.mla.o_lat", "layers.11.mla.o_lat", "layers.2.mla.o_lat", "logits"]
+    lines = ledgers.summary(ledger(*map(off, ids, taps), expected=tuple(ids)))
+    assert lines[1:3] == [
+        "first divergence: mla.o_lat in 3 cells of long, tiny",
+        "first divergence: logits in 1 cell of yarn (docs/trace.md says what each tap is)",
+    ]
+    many = [f"fp32-ar-c{i}-cpu" for i in range(9)]
+    line = ledgers.summary(ledger(*(off(id, "embed") for id in many), expected=tuple(many)))[1]
+    assert line.startswith("first divergence: embed in 9 cells of c0, c1, c2, c3, c4, c5 and 3 more (")
