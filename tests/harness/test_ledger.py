@@ -278,7 +278,6 @@ def test_the_summary_counts_and_names_the_closest_cell() -> None:
     assert "1 FAIL_LOGITS, 1 NOT_RUN" in ledgers.summary(ledger(cell(A, OFF), cell(B, verdict=Verdict.NOT_RUN)))[0]
 
 
-
 def test_the_summary_says_once_where_failed_cells_diverge_first() -> None:
     def off(id: str, tap: str) -> Cell:
         return replace(cell(id, OFF), divergence=Divergence(tap, (0,), 1.0, 0.0, 0.5, 1))
