@@ -40,6 +40,11 @@ def cpu() -> tuple[str, list[str]]:
     return name.group(1) if name else platform.machine(), [feature for feature in FEATURES if feature in have]
 
 
+def processors() -> int:
+    """How many this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def version(package: str) -> str:
     """An installed package's version, ``""`` if it is not there."""
     try:
@@ -116,7 +121,7 @@ def environment() -> dict[str, str]:
         "machine": platform.machine(),
         "cpu": name,
         "cpu_features": " ".join(features),
-        "cpus": str(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()),
+        "cpus": str(processors()),
         "python": platform.python_version(),
         "numpy": version("numpy"),
         "torch": version("torch"),

@@ -4,7 +4,7 @@ Guarantees: the flags are those of ``harness/build.py``; a warning of nvcc, of p
 failure, and so is a kernel that spills registers. On Hopper the machine code is read too, where ``cuobjdump`` is found:
 a write to a register that a product in flight still reads (``harness/machine_code.py``) is a failure. A result is
 cached by everything it depends on (the source, every header of ``csrc/``, the flags, the compiler), so a second run
-compiles only what changed.
+compiles only what changed. A source is compiled for all its architectures in one go: its host code is read once.
 
 ``python -m harness.nvcc [--arch 9.0 12.0] [--debug] [--json]``; exit status 0 clean, 1 a warning, an error, a spill or
 an operand overwritten in flight, 3 no nvcc.
@@ -20,7 +20,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -32,6 +32,8 @@ from harness.files import write_atomic
 
 TARGETS = ("9.0", "12.0")
 """Hopper and Blackwell: the architectures that every change is compiled for."""
+READ = "9.0a"
+"""Whose machine code is read: only Hopper has products that run on beside what follows them."""
 
 
 @dataclass(frozen=True)
@@ -55,28 +57,30 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Compiled:
-    """One source for one architecture: its kernels, or what the compiler complained of."""
+    """One source: its kernels by architecture, or what the compiler complained of."""
 
     file: str
-    arch: str
+    archs: tuple[str, ...]
     kernels: tuple[Kernel, ...]
-    complaint: str
+    complaints: Mapping[str, str]
+    """By architecture, or by all of them where the compiler did not get as far as one."""
 
 
-def flags(arch: str, debug: bool) -> list[str]:
-    """nvcc's arguments for one architecture such as ``9.0``."""
-    number = toolchain.specific(arch).replace(".", "")
+def flags(archs: Sequence[str], debug: bool) -> list[str]:
+    """nvcc's arguments for architectures such as ``9.0``."""
+    numbers = [toolchain.specific(arch).replace(".", "") for arch in archs]
+    code = [f"-gencode=arch=compute_{number},code=sm_{number}" for number in numbers]
     strict = ["-Werror", "all-warnings", "-Xcompiler", "-Wall,-Wextra,-Werror", "-Xptxas", "-v"]
-    return [*build._flags("cuda", debug, None)["cuda"], f"-gencode=arch=compute_{number},code=sm_{number}", *strict]
+    return [*build._flags("cuda", debug, None)["cuda"], *code, *strict]
 
 
-def parse(report: str, file: str, arch: str) -> tuple[Kernel, ...]:
+def parse(report: str, file: str) -> tuple[Kernel, ...]:
     """The kernels of a ``ptxas -v`` report."""
     kernels = []
-    name, stack, stores, loads = "", 0, 0, 0
+    arch, name, stack, stores, loads = "", "", 0, 0, 0
     for line in report.splitlines():
-        if found := re.search(r"Compiling entry function '(\S+)'", line):
-            name = found.group(1)
+        if found := re.search(r"Compiling entry function '(\S+)' for 'sm_(\d+)(\d)[a-z]?'", line):
+            name, arch = found.group(1), f"{found.group(2)}.{found.group(3)}"
         elif found := re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", line):
             stack, stores, loads = (int(n) for n in found.groups())
         elif found := re.search(r"Used (\d+) registers", line):
@@ -104,7 +108,7 @@ def overwritten(cuobjdump: str, compiled: Path, expected: Sequence[Kernel]) -> s
     """What is wrong in an object's machine code, a line a write to an operand in flight; ``""`` for nothing."""
     # cuobjdump leaves the disassembling to nvdisasm, which it looks for on PATH alone.
     path = os.pathsep.join([str(Path(cuobjdump).parent), os.environ.get("PATH", "")])
-    command = [cuobjdump, "-sass", str(compiled)]
+    command = [cuobjdump, "-arch", f"sm_{READ.replace('.', '')}", "-sass", str(compiled)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | {"PATH": path})
     if done.returncode != 0:
         return f"cuobjdump ended with status {done.returncode}: {done.stderr.strip()[:400]}"
@@ -116,38 +120,56 @@ def overwritten(cuobjdump: str, compiled: Path, expected: Sequence[Kernel]) -> s
     return "\n".join(str(replace(hazard, kernel=name)) for hazard, name in zip(found, names, strict=True))
 
 
-def compile_one(
-    nvcc: str, version: str, source: Path, arch: str, debug: bool, cache: Path, cuobjdump: str = ""
-) -> Compiled:
-    """One source for one architecture, from the cache if nothing it depends on has changed."""
-    arguments = flags(arch, debug)
-    # Only Hopper has these products. That the code was looked at is part of the key: it was not on a machine without
-    # cuobjdump, which has put its result into the same cache.
-    looked = bool(cuobjdump) and toolchain.specific(arch) == "9.0a"
-    judges = [Path(name).read_text("utf-8") for name in ([__file__, machine_code.__file__] if looked else [__file__])]
-    digest = hashlib.sha256(json.dumps([version, arguments, looked, judges]).encode())
-    for path in [source, *sorted(p for p in build.CSRC.rglob("*.*h") if p.suffix in (".h", ".cuh"))]:
-        digest.update(f"{path.relative_to(build.ROOT)}\0".encode() + path.read_bytes())
-    kept = cache / f"{source.stem}-{digest.hexdigest()[:24]}.json"
-    if kept.exists():
-        stored = json.loads(kept.read_text("utf-8"))
-        return Compiled(source.name, arch, tuple(Kernel(**k) for k in stored), "")
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "out.o"
-        done = subprocess.run(
-            [nvcc, *arguments, "-c", str(source), "-o", str(out)], capture_output=True, text=True, check=False
-        )
-        report = done.stdout + done.stderr
-        kernels = parse(report, source.name, arch)
-        wrong = overwritten(cuobjdump, out, kernels) if looked and done.returncode == 0 else ""
-    warned = [line for line in report.splitlines() if re.search(r"\bwarning\b", line)]
-    if done.returncode != 0 or warned:
-        lines = [line for line in report.splitlines() if not line.startswith("ptxas info")]
-        return Compiled(source.name, arch, (), "\n".join(lines[:40]) or f"nvcc ended with status {done.returncode}")
-    if wrong:
-        return Compiled(source.name, arch, kernels, wrong)
-    write_atomic(kept, json.dumps([asdict(k) for k in kernels]).encode())
-    return Compiled(source.name, arch, kernels, "")
+@dataclass(frozen=True)
+class Compiler:
+    """nvcc with what a result depends on beside the source."""
+
+    nvcc: str
+    version: str
+    debug: bool
+    cache: Path
+    cuobjdump: str = ""
+
+    def _kept(self, source: Path, arch: str) -> Path:
+        """Where the kernels of a source that passed are."""
+        # That the code was looked at is part of the key: it was not on a machine without cuobjdump, which has put its
+        # result into the same cache.
+        looked = self._looks(arch)
+        judges = [Path(name).read_text("utf-8") for name in (__file__, *([machine_code.__file__] if looked else []))]
+        digest = hashlib.sha256(json.dumps([self.version, flags([arch], self.debug), looked, judges]).encode())
+        for path in [source, *sorted(p for p in build.CSRC.rglob("*.*h") if p.suffix in (".h", ".cuh"))]:
+            digest.update(f"{path.relative_to(build.ROOT)}\0".encode() + path.read_bytes())
+        return self.cache / f"{source.stem}-{digest.hexdigest()[:24]}.json"
+
+    def _looks(self, arch: str) -> bool:
+        return bool(self.cuobjdump) and toolchain.specific(arch) == READ
+
+    def compile(self, source: Path, archs: Sequence[str]) -> Compiled:
+        """One source for some architectures, those of the cache apart for which nothing has changed."""
+        files = {arch: self._kept(source, arch) for arch in archs}
+        found = {a: json.loads(path.read_text("utf-8")) for a, path in files.items() if path.exists()}
+        known = [Kernel(**kernel) for arch in found for kernel in found[arch]]
+        if not (missing := [arch for arch in archs if arch not in found]):
+            return Compiled(source.name, tuple(archs), tuple(known), {})
+        with tempfile.TemporaryDirectory() as folder:
+            out = Path(folder) / "out.o"
+            command = [self.nvcc, *flags(missing, self.debug), "-c", str(source), "-o", str(out)]
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            report = done.stdout + done.stderr
+            warned = [line for line in report.splitlines() if re.search(r"\bwarning\b", line)]
+            if done.returncode != 0 or warned:
+                lines = [line for line in report.splitlines() if not line.startswith("ptxas info")][:40]
+                said = "\n".join(lines) or f"nvcc ended with status {done.returncode}"
+                return Compiled(source.name, tuple(archs), tuple(known), {" and ".join(missing): said})
+            made = parse(report, source.name)
+            complaints = {}
+            for arch in missing:
+                here = [kernel for kernel in made if kernel.arch == arch]
+                if self._looks(arch) and (wrong := overwritten(self.cuobjdump, out, here)):
+                    complaints[arch] = wrong
+                else:
+                    write_atomic(files[arch], json.dumps([asdict(k) for k in here]).encode())
+        return Compiled(source.name, tuple(archs), (*known, *made), complaints)
 
 
 def table(kernels: Sequence[Kernel]) -> str:
@@ -193,17 +215,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     cuobjdump = environment.cuobjdump(nvcc)
     if not cuobjdump:
         print("no cuobjdump with nvdisasm: machine code is not looked at", file=sys.stderr)
-    work = [(source, arch) for source in sources for arch in options.arch]
+    archs = list(dict.fromkeys(options.arch))
+    compiler = Compiler(nvcc, version, options.debug, cache, cuobjdump)
 
-    def one(job: tuple[Path, str]) -> Compiled:
-        result = compile_one(nvcc, version, *job, options.debug, cache, cuobjdump)
-        print(f"{job[0].name} for {job[1]}: {'failed' if result.complaint else 'ok'}", file=sys.stderr, flush=True)
+    def one(source: Path) -> Compiled:
+        result = compiler.compile(source, archs)
+        for arch in archs:
+            failed = any(arch in named.split(" and ") for named in result.complaints)
+            print(f"{source.name} for {arch}: {'failed' if failed else 'ok'}", file=sys.stderr, flush=True)
         return result
 
-    with ThreadPoolExecutor(max_workers=2) as pool:
-        results = list(pool.map(one, work))
+    with ThreadPoolExecutor(environment.processors()) as pool:  # the long ones first, so that none is waited for alone
+        ordered = sorted(sources, key=lambda source: source.stat().st_size, reverse=True)
+        results = sorted(pool.map(one, ordered), key=lambda result: result.file)
     kernels = [k for r in results for k in r.kernels]
-    complaints = {f"{r.file} for {r.arch}": r.complaint for r in results if r.complaint}
+    complaints = {f"{r.file} for {named}": text for r in results for named, text in r.complaints.items()}
     spilling = [k for k in kernels if k.spills]
     if options.json:
         named = [asdict(k) | {"kernel": n} for k, n in zip(kernels, readable([k.name for k in kernels]), strict=True)]

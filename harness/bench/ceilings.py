@@ -15,6 +15,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from harness import environment
 from harness.bench import clock, reading
 
 READ_BYTES = {"cpu": 512 << 20, "cuda": 2 << 30}  # far beyond every cache
@@ -76,7 +77,7 @@ def threads() -> int:
     for name in ("KDTREE_THREADS", "OMP_NUM_THREADS"):
         if (text := os.environ.get(name, "")).isdigit() and int(text) >= 1:
             return int(text)
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return environment.processors()
 
 
 def _cpu() -> Ceilings:

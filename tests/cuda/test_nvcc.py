@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -11,11 +12,11 @@ from harness import build, environment, nvcc
 
 REPORT = """
 ptxas info    : 0 bytes gmem
-ptxas info    : Compiling entry function '_Z5firstPf' for 'sm_90'
+ptxas info    : Compiling entry function '_Z5firstPf' for 'sm_90a'
 ptxas info    : Function properties for _Z5firstPf
     0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
 ptxas info    : Used 40 registers, used 1 barriers, 2128 bytes smem
-ptxas info    : Compiling entry function '_Z6secondPf' for 'sm_90'
+ptxas info    : Compiling entry function '_Z6secondPf' for 'sm_120a'
 ptxas info    : Function properties for _Z6secondPf
     16 bytes stack frame, 12 bytes spill stores, 8 bytes spill loads
 ptxas info    : Used 255 registers, used 0 barriers
@@ -23,10 +24,10 @@ ptxas info    : Used 255 registers, used 0 barriers
 
 
 def test_parse() -> None:
-    """Every figure of a report, each with its own kernel."""
-    first, second = nvcc.parse(REPORT, "x.cu", "9.0")
+    """Every figure of a report, each with its own kernel and architecture."""
+    first, second = nvcc.parse(REPORT, "x.cu")
     assert first == nvcc.Kernel("x.cu", "9.0", "_Z5firstPf", 40, 2128, 0, 0, 0)
-    assert second == nvcc.Kernel("x.cu", "9.0", "_Z6secondPf", 255, 0, 16, 12, 8)
+    assert second == nvcc.Kernel("x.cu", "12.0", "_Z6secondPf", 255, 0, 16, 12, 8)
     assert not first.spills
     assert second.spills
     lines = nvcc.table([first, second]).splitlines()
@@ -37,10 +38,11 @@ def test_parse() -> None:
 def test_flags_are_those_of_the_build() -> None:
     """And no flag for an architecture hides in them, which cpp_extension would take for a request of its own."""
     built = build._flags("cuda", False, None)["cuda"]
-    assert nvcc.flags("12.0", False)[: len(built)] == built
+    flags = nvcc.flags(["9.0", "12.0"], False)
+    assert flags[: len(built)] == built
     assert not any("arch" in flag for flag in built)
-    assert "-gencode=arch=compute_120,code=sm_120" in nvcc.flags("12.0", False)
-    assert "-gencode=arch=compute_90a,code=sm_90a" in nvcc.flags("9.0", False)
+    code = ["-gencode=arch=compute_90a,code=sm_90a", "-gencode=arch=compute_120,code=sm_120"]
+    assert [flag for flag in flags if flag.startswith("-gencode")] == code
 
 
 def test_without_nvcc(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -54,6 +56,35 @@ def test_an_unknown_architecture(capsys: pytest.CaptureFixture[str]) -> None:
     """Is refused before anything is compiled."""
     assert nvcc.main(["--arch", "sm_90"]) == 3
     assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_one_compilation_for_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All architectures that the cache lacks are compiled together, each kept by itself; the longest source first."""
+    csrc = tmp_path / "csrc" / "cuda"
+    csrc.mkdir(parents=True)
+    (csrc / "a.cu").write_text("//\n")
+    (csrc / "b.cu").write_text("// longer\n")
+    compiler, calls = tmp_path / "nvcc", tmp_path / "calls"
+    compiler.write_text(f'#!/bin/sh\necho "$@" >> {calls}\n')
+    compiler.chmod(0o755)
+    monkeypatch.setattr(build, "ROOT", tmp_path)
+    monkeypatch.setattr(build, "CSRC", tmp_path / "csrc")
+    monkeypatch.setenv("KDTREE_BUILD", str(tmp_path / "build"))
+    monkeypatch.setattr(environment, "nvcc", lambda: (str(compiler), "13.0"))
+    monkeypatch.setattr(environment, "cuobjdump", lambda _: "")
+    monkeypatch.setattr(environment, "processors", lambda: 1)
+
+    def compiled(*archs: str) -> list[list[str]]:
+        calls.write_text("")
+        assert nvcc.main(["--arch", *archs]) == 0
+        lines = [line.split() for line in calls.read_text().splitlines()]
+        return [[Path(word).name for word in line if re.search(r"code=sm_|\.cu$", word)] for line in lines]
+
+    hopper, blackwell = (flag for flag in nvcc.flags(["9.0", "12.0"], False) if "code=sm_" in flag)
+    assert compiled("9.0") == [[hopper, "b.cu"], [hopper, "a.cu"]]
+    (csrc / "a.cu").write_text("// \n")
+    assert compiled("9.0", "12.0") == [[blackwell, "b.cu"], [hopper, blackwell, "a.cu"]]
+    assert compiled("12.0", "9.0") == []
 
 
 CLEAN = "__global__ void fill(float* p) { p[threadIdx.x] = 1.f; }\n"
