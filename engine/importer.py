@@ -70,7 +70,7 @@ def parser() -> Parser:
         f"full: the same command goes on from there), {USAGE} the command line or the target is wrong",
     )
     p.add_argument("source", type=Path, metavar="HF_DIR", help="directory with config.json and safetensors")
-    p.add_argument("-o", "--output", type=Path, required=True, metavar="FILE.kdtr")
+    p.add_argument("-o", "--output", type=Path, required=True, metavar="FILE.kdtr", help="what is written")
     p.add_argument("--drafter", type=Path, metavar="DIR", help="a DFlash drafter's directory, put into the same file")
     p.add_argument("--layers", type=id_list, metavar="0-3", help="keep these layers only")
     p.add_argument("--experts", type=id_list, metavar="0-31", help="keep these routed experts only")

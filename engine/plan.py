@@ -218,16 +218,22 @@ def main(argv: Sequence[str]) -> int:
         description="What fits where: weights, cache by context length and workspace of each of several GPUs.",
         epilog=f"examples:\n  kdtree plan {K26} --gpus 8 --memory 96\n  kdtree plan config.json --gpus 16 --memory 96 "
         "--precision int4\n\n"
-        f"exit status: {PASSED} a context fits, {FAILED} none does, {INFRASTRUCTURE} the config or the arguments",
+        f"exit status: {PASSED} a context fits, {FAILED} none does, {INFRASTRUCTURE} a wrong config or wrong arguments",
     )
     parser.add_argument("config", help=f"a name of refs/configs, {K26}, a checkpoint's config.json, or a KDTR file")
-    parser.add_argument("--gpus", type=int, default=1)
-    parser.add_argument("--memory", type=float, required=True, help="GiB of one GPU")
-    parser.add_argument("--reserve", type=float, default=2.0, help="GiB of it for CUDA, NCCL and others (default: 2)")
-    parser.add_argument("--precision", choices=PRECISIONS, default="int4-bf16")
-    parser.add_argument("--context", type=int, action="append", default=[], help="may be repeated")
-    parser.add_argument("--rows", type=int, default=ROWS, help="the widest step: tree budget and root")
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--gpus", metavar="N", type=int, default=1, help="that share the model (default: 1)")
+    parser.add_argument("--memory", metavar="GIB", type=float, required=True, help="of one GPU")
+    parser.add_argument(
+        "--reserve", metavar="GIB", type=float, default=2.0, help="of it for CUDA, NCCL and others (default: 2)"
+    )
+    parser.add_argument("--precision", choices=PRECISIONS, default="int4-bf16", help="default: int4-bf16")
+    parser.add_argument(
+        "--context", metavar="N", type=int, action="append", default=[], help="positions; repeatable (default: several)"
+    )
+    parser.add_argument(
+        "--rows", metavar="N", type=int, default=ROWS, help=f"of the widest step, budget and root (default: {ROWS})"
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of lines")
     options = parser.parse_args(argv)
     sizes_are = 0 <= options.reserve < options.memory < math.inf  # neither is NaN
     if min(options.gpus, options.rows, *(options.context or [1])) < 1 or not sizes_are:

@@ -109,7 +109,7 @@ def open_checkpoint(directory: Path) -> Checkpoint:
         elif any(directory.glob("*.bin")):
             reason = "only .bin weights: save the model again with safe_serialization=True"
         else:
-            reason = "no safetensors files"
+            reason = "no safetensors file is beside it; HF_DIR is the folder of a checkpoint, config.json and weights"
         raise CheckpointError(directory, INDEX, reason)
     path = directory / found[0]
     header = read_header(path)

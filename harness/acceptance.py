@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from harness.cells import FAILED, INFRASTRUCTURE, PASSED
-from harness.cli import Parser, output, positive
+from harness.cli import DEVICE_HELP, ENGINE_HELP, Parser, output, positive
 from harness.engines import create
 from harness.environment import environment
 from harness.files import write_atomic
@@ -128,14 +128,17 @@ def _parser() -> Parser:
     parser.add_argument("--config", default="text", help="one with trained weights and a drafter")
     parser.add_argument("--precision", choices=PRECISIONS, help="default: all")
     parser.add_argument(
-        "--budget", type=positive, action="append", help=f"may be repeated (default: {BUDGETS[0]} to {BUDGETS[-1]})"
+        "--budget",
+        type=positive,
+        action="append",
+        help=f"nodes of a tree, repeatable (default: {BUDGETS[0]} to {BUDGETS[-1]})",
     )
     parser.add_argument("--block", type=positive, default=16, help="a tree is at most block - 1 deep (default: 16)")
     parser.add_argument("--passages", type=positive, default=2, help="of each document (default: 2)")
     parser.add_argument("--prompt", type=positive, default=64, help="tokens of a prompt (default: 64)")
     parser.add_argument("--tokens", type=positive, default=96, help="to be decoded after each (default: 96)")
-    parser.add_argument("--engine", default="csrc")
-    parser.add_argument("--device", choices=DEVICES, default="cpu")
+    parser.add_argument("--engine", default="csrc", help=ENGINE_HELP)
+    parser.add_argument("--device", choices=DEVICES, default="cpu", help=DEVICE_HELP)
     parser.add_argument(
         "--json", type=output, metavar="OUT", help="write the figures and what they depend on to this file"
     )

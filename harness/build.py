@@ -30,7 +30,7 @@ from pathlib import Path
 
 from harness import toolchain
 from harness.cells import INFRASTRUCTURE, PASSED
-from harness.cli import Parser
+from harness.cli import DEVICE_HELP, Parser
 from harness.files import said
 from harness.includes import closure
 from harness.toolchain import BuildError
@@ -309,7 +309,10 @@ def _readable(text: str, log: Path) -> str:
     picked: list[str] = []
     for i, line in enumerate(lines):
         if re.search(r"\b(fatal )?error\b\s*:|undefined reference|ptxas fatal", line) and len(picked) < 24:
-            picked += [text for text in lines[i : i + 3] if text not in picked]
+            first = i
+            while first > 0 and re.match(r"In file included from |\s+from |.*: In ", lines[first - 1]):
+                first -= 1  # which source came to include what is wrong
+            picked += [text for text in lines[first : i + 3] if text not in picked]
     shown = "\n".join(picked or lines[-12:])
     return f"csrc/ does not compile:\n{shown}\nThe compiler's whole output: {log}"
 
@@ -322,9 +325,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         epilog="examples:\n  kdtree build\n  kdtree build --device cuda --arch 9.0 --arch 12.0\n\n"
         f"exit status: {PASSED} built or found, {INFRASTRUCTURE} it cannot be built here",
     )
-    parser.add_argument("--device", choices=tuple(NAMESPACE), default="cpu")
+    parser.add_argument("--device", choices=tuple(NAMESPACE), default="cpu", help=DEVICE_HELP)
     parser.add_argument(
-        "--arch", action="append", metavar="N.N", help="CUDA capability, may be repeated (default: the visible GPUs')"
+        "--arch", action="append", metavar="N.N", help="CUDA capability, repeatable (default: the visible GPUs')"
     )
     parser.add_argument("--debug", action="store_true", help="with debug information and device-side messages")
     parser.add_argument("--sanitize", choices=tuple(SANITIZERS), help="build with sanitizers (load with LD_PRELOAD)")

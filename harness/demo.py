@@ -20,13 +20,14 @@ import numpy as np
 from engine import costs
 from harness import tree_text
 from harness.cells import FAILED, INFRASTRUCTURE, PASSED
-from harness.cli import Parser, positive
+from harness.cli import DEVICE_HELP, ENGINE_HELP, Parser, positive
 from harness.engines import create
 from harness.golden import Golden
-from harness.matrix import DEVICES, F32_PRECISIONS, PRECISIONS, Point
+from harness.matrix import DEVICES, DRAFTERS, F32_PRECISIONS, PRECISIONS, Point
 from harness.prepare import Infrastructure, prepare
 from harness.protocol import Decoded, DecodeRequest, Draft, EngineError, OwnDrafter, RequestError, Session
 from refs import recipe
+from refs.drafters import DFLASH
 
 RUNS = 3
 
@@ -182,10 +183,9 @@ def show(results: Sequence[Result], block: int, budget: int | None, prompt: Sequ
 
 
 def _budget(text: str) -> int | None:
-    try:
-        return None if text == "auto" else int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is neither a number nor auto") from None
+    if text != "auto" and not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a whole number from 0 on nor auto")
+    return None if text == "auto" else int(text)
 
 
 def _parser() -> Parser:
@@ -198,17 +198,24 @@ def _parser() -> Parser:
     )
     parser.add_argument("--config", default="tiny", help="a name of refs/configs (default: tiny)")
     parser.add_argument("--precision", choices=PRECISIONS, help="default: fp32 and int4")
-    parser.add_argument("--tokens", type=positive, default=24)
-    parser.add_argument("--block", type=positive, default=8, help="a tree is at most block - 1 deep")
+    parser.add_argument("--tokens", type=positive, default=24, help="to be decoded (default: 24)")
+    parser.add_argument("--block", type=positive, default=8, help="a tree is at most block - 1 deep (default: 8)")
     parser.add_argument(
-        "--budget", type=_budget, default=7, metavar="N|auto", help="nodes of a tree, or as many as pay on this machine"
+        "--budget",
+        type=_budget,
+        default=7,
+        metavar="N|auto",
+        help="nodes of a tree (default: 7), or as many as pay here",
     )
     parser.add_argument(
-        "--drafter", action="append", help="oracle (default), noisy, hostile or dflash; repeatable, to compare"
+        "--drafter",
+        action="append",
+        choices=(*DRAFTERS, DFLASH),
+        help="oracle (default), noisy, hostile or dflash; repeatable, to compare",
     )
     parser.add_argument("--tree", action="store_true", help="show a tree of each drafter")
-    parser.add_argument("--engine", default="csrc")
-    parser.add_argument("--device", choices=DEVICES, default="cpu")
+    parser.add_argument("--engine", default="csrc", help=ENGINE_HELP)
+    parser.add_argument("--device", choices=DEVICES, default="cpu", help=DEVICE_HELP)
     parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
     return parser
 
@@ -223,11 +230,16 @@ def main(argv: Sequence[str]) -> int:
 
     try:
         point = Point("fp32", "ar", options.config, "", options.device)
+        config = recipe.load(options.config)
+        drafters = options.drafter or ["oracle"]
+        for drafter in drafters:
+            if drafter not in config.run.drafters:
+                has = ", ".join(config.run.drafters)
+                raise RequestError(f"--drafter {drafter}: config {config.name} has {has} (run.drafters of its file)")
         path = prepare(options.engine, [point], say)[options.config]
         engine = create(options.engine, options.device)
-        is_text = bool(recipe.load(options.config).weights.checkpoint)
-        drafters = options.drafter or ["oracle"]
-        rows = 1 + (costs.LIMIT if options.budget is None else max(options.budget, 0))
+        is_text = bool(config.weights.checkpoint)
+        rows = 1 + (costs.LIMIT if options.budget is None else options.budget)
         results: list[list[Result]] = []
         prompt: tuple[int, ...] = ()
         for precision in [options.precision] if options.precision else F32_PRECISIONS:

@@ -121,7 +121,8 @@ def main(argv: Sequence[str]) -> int:
     parser = Parser(
         prog="kdtree doctor",
         description="Say what this machine can run, what is missing, and how to get it.",
-        epilog="exit status: 0 the CPU path works, 3 something that it needs is missing",
+        epilog="examples:\n  kdtree doctor\n  kdtree doctor --json\n\n"
+        "exit status: 0 the CPU path works, 3 something that it needs is missing",
     )
     parser.add_argument("--json", action="store_true", help="one JSON object instead of lines")
     json_wanted = parser.parse_args(argv).json

@@ -72,7 +72,7 @@ def main(argv: Sequence[str]) -> int:
         epilog="examples:\n  kdtree inspect --verify bundles/*/tiny.kdtr\n\n"
         "exit status: 0 a valid file, 3 a file that is rejected or not there",
     )
-    parser.add_argument("file", type=Path)
+    parser.add_argument("file", type=Path, metavar="FILE.kdtr", help="a bundle or an imported model")
     parser.add_argument("--verify", action="store_true", help="read all data and check every checksum and gap")
     parser.add_argument("--tensor", metavar="NAME", help="this tensor's first values and range alone")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of lines")

@@ -15,9 +15,9 @@ import os
 import shlex
 import socket
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
@@ -39,6 +39,8 @@ CELL_SECONDS, SCALE_CELL_SECONDS = 120.0, 900.0
 RUN = pytest.StashKey[Run | None]()
 OBSTACLE = pytest.StashKey[str]()
 """Why the run cannot start."""
+STOPPED = pytest.StashKey[bool]()
+"""The run has ended before its first test, and why has been told."""
 CellRun = Callable[[str], Cell]
 
 
@@ -47,9 +49,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--engine", default="csrc", help="csrc, reference, wrong:FAULT, or a registered one")
     group.addoption("--device", action="append", default=[], help="cpu or cuda; default: cpu, and cuda where usable")
     group.addoption("--require-device", action="append", default=[], help="as --device, beside the default ones")
-    group.addoption(
-        "--ranks", action="append", type=int, default=[], help="so many ranks, all configs; may be repeated"
-    )
+    group.addoption("--ranks", action="append", type=int, default=[], help="cells of so many ranks alone; repeatable")
     group.addoption("--run-dir", type=Path, help="where the ledger goes (default: reports/<run id>)")
     group.addoption("--cell-timeout", type=float, help="seconds one cell may take (default: 120; with --scale 900)")
     group.addoption("--scale", action="store_true", help="with the configs of real sizes (docs/bundles.md)")
@@ -127,9 +127,15 @@ def as_typed_here(words: Sequence[str]) -> str:
     return shlex.join("." if word == str(ROOT) else word for word in inside)
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_cmdline_main(config: pytest.Config) -> None:
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> Generator[None, int | None, int | None]:
     """Plan the run while the number of workers can still change; what is in its way is told at the session's start."""
+    _plan(config)
+    status = yield
+    return INFRASTRUCTURE if config.stash.get(STOPPED, False) else status
+
+
+def _plan(config: pytest.Config) -> None:
     config.stash[RUN] = None
     if _is_worker(config) or config.getoption("collectonly"):
         return
@@ -147,7 +153,7 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 def pytest_sessionstart(session: pytest.Session) -> None:
     config = session.config
     if OBSTACLE in config.stash:
-        pytest.exit(f"kdtree: {config.stash[OBSTACLE]}", INFRASTRUCTURE)
+        _stop(session, config.stash[OBSTACLE])
     run = config.stash.get(RUN, None)
     if run is None:
         return
@@ -161,7 +167,14 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     try:
         run.start(say)
     except Infrastructure as error:
-        pytest.exit(f"kdtree: {error}", INFRASTRUCTURE)
+        _stop(session, str(error))
+
+
+def _stop(session: pytest.Session, reason: str) -> NoReturn:
+    """End the run before its first test, with the reason said once: ``pytest.exit`` would say it twice."""
+    session.config.stash[STOPPED] = True
+    print(f"kdtree: {reason}", file=sys.stderr, flush=True)
+    raise session.Failed(reason)
 
 
 def scope_of(nodeid: str) -> str:

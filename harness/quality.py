@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from harness.cells import INFRASTRUCTURE, PASSED
-from harness.cli import Parser
+from harness.cli import DEVICE_HELP, ENGINE_HELP, Parser
 from harness.engines import create
 from harness.matrix import DEVICES, F32_PRECISIONS, Point
 from harness.prepare import Infrastructure, prepare
@@ -133,8 +133,8 @@ def _parser() -> Parser:
     )
     parser.add_argument("--config", default="text", help="one with trained weights")
     parser.add_argument("--bytes", type=int, default=0, metavar="N", help="of the held-out text; 0: all (default)")
-    parser.add_argument("--engine", default="csrc")
-    parser.add_argument("--device", choices=DEVICES, default="cpu")
+    parser.add_argument("--engine", default="csrc", help=ENGINE_HELP)
+    parser.add_argument("--device", choices=DEVICES, default="cpu", help=DEVICE_HELP)
     parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
     return parser
 

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from harness.cells import INFRASTRUCTURE, PASSED
-from harness.cli import Parser, output, positive
+from harness.cli import DEVICE_HELP, Parser, output, positive
 from harness.files import write_atomic
-from harness.matrix import DEVICES
+from harness.matrix import DEVICES, DRAFTERS
 
 if TYPE_CHECKING:
     from harness.bench.cases import Case
@@ -60,18 +60,18 @@ def _parser() -> Parser:
         " measured, or wrong arguments (a filter that chooses nothing is one)",
     )
     parser.add_argument("what", nargs="*", metavar="project|ops|step", help="default: ops and step")
-    parser.add_argument("--device", choices=DEVICES, default="cpu")
+    parser.add_argument("--device", choices=DEVICES, default="cpu", help=DEVICE_HELP)
     parser.add_argument("--json", type=output, metavar="OUT", help="write everything to this file")
     parser.add_argument("--plot", type=output, metavar="OUT", help="write share of the roofline per case as SVG")
     parser.add_argument(
         "--filter", action="append", default=[], metavar="TEXT", help="cases whose name has it; repeatable"
     )
     parser.add_argument("--list", action="store_true", help="the names that --filter takes, and nothing else")
-    parser.add_argument("--seconds", type=_positive, default=0.5, help="of sampling per case and peer (default 0.5)")
+    parser.add_argument("--seconds", type=_positive, default=0.5, help="of sampling per case and peer (default: 0.5)")
     parser.add_argument("--no-peers", action="store_true", help="the engine alone")
     parser.add_argument("--config", action="append", choices=CONFIGS, help="step: of these (default: all of them)")
-    parser.add_argument("--width", action="append", type=_width, help="step: rows of a tree (default 2, 4, ... 64)")
-    parser.add_argument("--drafter", default="noisy", help="step: oracle, noisy or hostile (default noisy)")
+    parser.add_argument("--width", action="append", type=_width, help="step: rows of a tree (default: 2, 4, ... 64)")
+    parser.add_argument("--drafter", choices=DRAFTERS, default="noisy", help="step: whose trees (default: noisy)")
     parser.add_argument(
         "--k26",
         type=int,
@@ -79,7 +79,7 @@ def _parser() -> Parser:
         help="step: also a model of K2.6's sizes, 1 dense and 3 MoE layers, so many experts (384: 30 GB of the GPU)",
     )
     parser.add_argument("--scratch", type=Path, metavar="DIR", help="where that file lies meanwhile (default: TMPDIR)")
-    parser.add_argument("--runs", type=int, default=3, help="project: of each command (default 3)")
+    parser.add_argument("--runs", type=int, default=3, help="project: of each command (default: 3)")
     parser.add_argument("--full", action="store_true", help="project: also nox -s test")
     return parser
 

@@ -69,7 +69,9 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--against", type=Path, metavar="OLDER", help="a ledger whose cells must all be here still")
     parser.add_argument("--max-slowdown", type=float, metavar="RATIO", help="decode time against OLDER, e.g. 1.1")
     parser.add_argument("--allow-removed", action="store_true", help="cells of OLDER may have left the matrix")
-    parser.add_argument("--require-device", action="append", default=[], choices=DEVICES, help="may be repeated")
+    parser.add_argument(
+        "--require-device", action="append", default=[], choices=DEVICES, help="that must have run; repeatable"
+    )
     parser.add_argument("--engine", default=ENGINE, help=f"the engine that must have been judged (default: {ENGINE})")
     parser.add_argument("--waivers", type=Path, metavar="FILE", help=f"default: {WAIVERS} of this checkout")
     parser.add_argument("--json", action="store_true", help="findings for machines")

@@ -21,7 +21,7 @@ from pathlib import Path
 from harness import bundles
 from harness.bundle_lock import BundleError
 from harness.cells import FAILED, INFRASTRUCTURE, PASSED
-from harness.cli import Parser, output
+from harness.cli import Parser, output, positive
 from harness.files import write_atomic
 from harness.matrix import MatrixError, Point, expected, matcher
 from harness.mutants import run as mutants_run
@@ -65,6 +65,16 @@ def _same(library: Path, workshop: Workshop, folder: Path) -> bool:
     return library.read_bytes() == unedited.read_bytes()
 
 
+def _share(text: str) -> Fraction:
+    try:
+        share = Fraction(text)
+    except (ValueError, ZeroDivisionError):
+        share = Fraction(0)
+    if not 0 < share <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no share above 0 and up to 1, such as 1/5")
+    return share
+
+
 def _parser() -> Parser:
     parser = Parser(
         prog="kdtree mutants",
@@ -74,10 +84,12 @@ def _parser() -> Parser:
         f"{FAILED} not so,\n{INFRASTRUCTURE} a malformed catalogue, a fault that does not fit the sources or not build",
     )
     parser.add_argument("-k", metavar="NAME", default="", help="only the faults whose name or group this chooses")
-    parser.add_argument("--fraction", metavar="A/B", default="1", help="a fixed share of them, chosen by --seed")
+    parser.add_argument(
+        "--fraction", metavar="A/B", type=_share, default=Fraction(1), help="a fixed share of them, chosen by --seed"
+    )
     parser.add_argument("--seed", metavar="COMMIT", default="", help="what chooses the share (default: this commit)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="whose faults (default: cpu)")
-    parser.add_argument("--workers", type=int, default=WORKERS, help=f"faults at a time (default: {WORKERS})")
+    parser.add_argument("--workers", type=positive, default=WORKERS, help=f"faults at a time (default: {WORKERS})")
     parser.add_argument("--list", action="store_true", help="print the faults and run none")
     parser.add_argument("--compile-only", action="store_true", help="see whether they compile, many at once; run none")
     parser.add_argument("--json", action="store_true", help="the records on stdout, everything else on stderr")
@@ -92,7 +104,7 @@ def chosen(options: argparse.Namespace) -> list[Fault]:
     controls = [fault for fault in faults if fault.is_control]
     faults = [fault for fault in faults if not fault.is_control]
     seed = options.seed or describe().commit
-    faults = fraction(faults, Fraction(options.fraction), seed)
+    faults = fraction(faults, options.fraction, seed)
     if options.k:
         holds = matcher(options.k)
         faults = [fault for fault in faults if holds([fault.name, fault.group])]

@@ -43,7 +43,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("hosts", nargs="*", metavar="HOST", help="a name in hosts.yaml")
     parser.add_argument("--join", metavar="HOST,HOST", default="", help="these hosts together share every model")
-    parser.add_argument("--ranks", type=int, action="append", help="cells of so many ranks alone; may be repeated")
+    parser.add_argument("--ranks", metavar="N", type=int, action="append", help="cells of N ranks alone; repeatable")
     parser.add_argument("--each", action="store_true", help="every host runs every cell, instead of sharing them")
     parser.add_argument("-k", metavar="EXPR", default="", help="cells to run, as pytest takes it")
     parser.add_argument("--device", action="append", choices=("cpu", "cuda"), help="default: all that the hosts have")
@@ -53,14 +53,16 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--wheels", type=Path, metavar="DIR", help="send these wheels for a host without internet")
     parser.add_argument("--run-dir", type=Path, metavar="DIR", help="where results go (default: reports/<run id>)")
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout; everything else on stderr")
-    parser.add_argument("--hosts-file", type=Path, default=ROOT / "hosts.yaml", metavar="FILE")
+    parser.add_argument(
+        "--hosts-file", type=Path, default=ROOT / "hosts.yaml", metavar="FILE", help="default: hosts.yaml"
+    )
     parser.add_argument("--ssh-config", type=Path, metavar="FILE", help="in place of the user's and the system's")
     parser.add_argument(
         "--accept-new-host-key",
         action="append",
         default=[],
         metavar="SHA256:...",
-        help="add the key with this fingerprint to known_hosts if the host is not known yet; may be repeated",
+        help="add the key with this fingerprint to known_hosts if the host is not known yet; repeatable",
     )
     return parser
 

@@ -284,6 +284,22 @@ def test_compile_errors_are_readable(tree: Path, capsys: pytest.CaptureFixture[s
     assert value(build()) == 5
 
 
+def test_an_error_in_a_foreign_header_names_the_source_that_included_it(tmp_path: Path) -> None:
+    text = """[1/3] c++ -c norm.cpp
+In file included from /csrc/bf16.h:5,
+                 from /csrc/cpu/norm.cpp:6:
+/usr/include/c++/12/cstddef:52:1: error: storage class specified for parameter
+   52 | extern "C++"
+[2/3] c++ -c moe.cpp
+/csrc/cpu/moe.cpp: In function 'void kdtree::f()':
+/csrc/cpu/moe.cpp:9:3: error: expected ';'
+"""
+    shown = builder._readable(text, tmp_path / "log")
+    assert "from /csrc/cpu/norm.cpp:6:\n/usr/include/c++/12/cstddef:52:1: error" in shown
+    assert "In function 'void kdtree::f()':\n/csrc/cpu/moe.cpp:9:3: error" in shown
+    assert "[1/3]" not in shown
+
+
 def test_colliding_object_names_are_refused(tree: Path) -> None:
     (tree / "csrc" / "cpu" / "value.cpp").write_text("int other() { return 1; }\n")
     with pytest.raises(BuildError, match=r"two sources are called value\.cpp"):

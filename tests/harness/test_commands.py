@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import errno
 import io
 import json
@@ -9,6 +10,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -43,6 +45,16 @@ WRONG += [
     ["demo", "--budget", "x"],
     ["bench", "--seconds", "x"],
     ["demo", "--tokens", "x"],
+    ["demo", "--budget", "-1"],
+    ["demo", "--drafter", "nosuch"],
+    ["bench", "--drafter", "nosuch"],
+    ["mutants", "--workers", "0"],
+    ["mutants", "--fraction", "x"],
+    ["test", "-n", "-1"],
+    ["test", "-n", "x"],
+    ["test", "--ranks", "x"],
+    ["test", "nosuchfile"],
+    ["test", "-q", "-p", "no:randomly", "nosuchfile"],
 ]
 WRONG += [["import", ".", "-o", "x", "--inner-norm-eps", "x"]]
 WRONG += [["plan", "k2.6", "--memory", memory] for memory in ("nan", "inf", "1")]
@@ -64,6 +76,27 @@ def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str], m
     assert "usage: " in text
     assert "exit status: 0" in text
     assert [line for line in text.splitlines() if len(line) > 50 and not line.startswith("  ")] == []
+
+
+@pytest.mark.parametrize("name", sorted(cli.available()))
+def test_help_tells_what_every_option_does_and_shows_an_example(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[cli.Parser] = []
+
+    def parse(self: cli.Parser, *_: object) -> NoReturn:
+        seen.append(self)
+        raise SystemExit(0)
+
+    monkeypatch.setattr(cli.Parser, "parse_args", lambda self, *a: parse(self) if self.prog != "kdtree" else name_of(a))
+    monkeypatch.setattr(cli.Parser, "parse_known_args", parse)
+    assert cli.main([name]) == 0
+    (parser,) = seen
+    assert [action.option_strings or action.dest for action in parser._actions if not action.help] == []
+    assert f"  kdtree {name}" in (parser.epilog or "")
+    assert "exit status: 0" in (parser.epilog or "")
+
+
+def name_of(arguments: tuple[list[str], ...]) -> argparse.Namespace:
+    return argparse.Namespace(command=arguments[0][0])
 
 
 def test_streams_that_are_closed_or_know_no_signs_are_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,8 +260,7 @@ def test_demo_ends_with_1_when_the_decoders_part(
     ("options", "message"),
     [
         (["--config", "nosuch"], "nosuch.yaml"),
-        (["--drafter", "nosuch"], "draft.fp32.nosuch: the file has no such tensor"),
-        (["--budget", "-1"], "none may be negative"),
+        (["--drafter", "dflash"], "--drafter dflash: config groups has oracle, noisy, hostile"),
         (["--tokens", "600"], "exceed a context of 512"),
         (["--engine", "nosuch"], "no engine is named"),
     ],

@@ -169,6 +169,7 @@ def test_what_cannot_run_ends_with_3_and_no_ledger(
 ) -> None:
     done = run("-n", "2", "--run-dir", str(tmp_path / "one"), *arguments)
     assert done.returncode == 3, done.stdout + done.stderr
+    assert (done.stdout + done.stderr).count(message) == 1, "said once"
     assert message in done.stderr
     assert not (tmp_path / "one").exists()
 
