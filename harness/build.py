@@ -189,13 +189,15 @@ def _progress(what: str, state: Callable[[], str]) -> Iterator[None]:
 
     teller = threading.Thread(target=show, daemon=True)
     teller.start()
+    how = "stopped after "
     try:
         yield
+        how = ""
     finally:
         ended.set()
         teller.join()
         if lines:
-            print(f"kdtree: {what}: {time.monotonic() - start:.1f} s", file=sys.stderr, flush=True)
+            print(f"kdtree: {what}: {how}{time.monotonic() - start:.1f} s", file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager
@@ -301,6 +303,8 @@ def _readable(text: str, log: Path) -> str:
     """The lines a reader needs: the errors with what follows them, and where the rest is."""
     if "Ninja is required" in text:
         return "ninja is not installed; install it with: pip install ninja"
+    if "build stopped: interrupted" in text:  # by a signal that reached the compilers and not this process
+        return "the build was interrupted; the same command begins it again"
     if os.strerror(errno.ENOSPC) in text:
         return (
             f"no space left in {log.parent} or in the folder for temporary files: KDTREE_BUILD and TMPDIR name others"

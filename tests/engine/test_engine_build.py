@@ -298,6 +298,8 @@ In file included from /csrc/bf16.h:5,
     assert "from /csrc/cpu/norm.cpp:6:\n/usr/include/c++/12/cstddef:52:1: error" in shown
     assert "In function 'void kdtree::f()':\n/csrc/cpu/moe.cpp:9:3: error" in shown
     assert "[1/3]" not in shown
+    stopped = "[1/3] c++ -c norm.cpp\nninja: build stopped: interrupted by user.\n"
+    assert builder._readable(stopped, tmp_path / "log").startswith("the build was interrupted; ")
 
 
 def test_colliding_object_names_are_refused(tree: Path) -> None:
