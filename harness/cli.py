@@ -227,6 +227,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         print(f"kdtree {arguments[0]}: {said(error)}", file=sys.stderr)
         return INFRASTRUCTURE
+    except ModuleNotFoundError as error:
+        if (ROOT / (error.name or "").partition(".")[0]).is_dir():
+            raise  # one of ours: a fault of the checkout, whose place matters
+        print(
+            f"kdtree {arguments[0]}: {error.name} is not installed for {sys.executable}; `{sys.executable} -m harness "
+            "doctor` says what is missing and how to get it, and nox installs it",
+            file=sys.stderr,
+        )
+        return INFRASTRUCTURE
     except KeyboardInterrupt:
         print("kdtree: interrupted", file=sys.stderr)
         return INCOMPLETE

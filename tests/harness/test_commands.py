@@ -99,6 +99,23 @@ def name_of(arguments: tuple[list[str], ...]) -> argparse.Namespace:
     return argparse.Namespace(command=arguments[0][0])
 
 
+def test_a_package_that_is_not_installed_is_named_with_a_remedy(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def lacking(argv: object) -> NoReturn:
+        raise ModuleNotFoundError("No module named 'yaml'", name="yaml")
+
+    def broken(argv: object) -> NoReturn:
+        raise ModuleNotFoundError("No module named 'harness.gone'", name="harness.gone")
+
+    monkeypatch.setattr("harness.inspect.main", lacking)
+    assert cli.main(["inspect"]) == 3
+    assert f"kdtree inspect: yaml is not installed for {sys.executable}; " in capsys.readouterr().err
+    monkeypatch.setattr("harness.inspect.main", broken)
+    with pytest.raises(ModuleNotFoundError):
+        cli.main(["inspect"])
+
+
 def test_streams_that_are_closed_or_know_no_signs_are_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("harness.inspect.main", lambda argv: print("\u2705"))
     narrow = io.TextIOWrapper(io.BytesIO(), "ascii")
