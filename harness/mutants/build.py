@@ -2,7 +2,7 @@
 
 The commands are those of the real build's own ninja file, and a source that an edit leaves alone, with everything it
 includes, is linked from the real build's objects. Other objects are kept by the hash of command, compiler and all those
-files.
+files. Where the real build reads the standard headers ahead, so do these, from a folder that is kept as objects are.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness.build import build
+from harness.build import AHEAD, STANDARD, build
 from harness.includes import closure
 from harness.mutants.catalogue import CSRC
 
@@ -32,9 +32,8 @@ UNUSED_SECONDS = 7 * 24 * 3600
 Command = Callable[[str, str], str]
 """The command line that makes one file of another: input, output, both quoted for the shell."""
 _VARIABLE = re.compile(r"\$(?:\{([a-z_]+)\}|([a-z_]+))")
-_OF_ONE_FOLDER = re.compile(
-    r"-ffile-prefix-map=(?:'[^']*'|\S)+|-include ahead\.h"
-)  # of the real build, not of its result
+_OF_ONE_FOLDER = re.compile(r"-ffile-prefix-map=(?:'[^']*'|\S)+")  # of the real build, not of its result
+_INCLUDE_AHEAD = f"-include {AHEAD}"
 
 
 class CompileError(Exception):
@@ -63,6 +62,8 @@ class Workshop:
         self._objects, self._planted = home / "objects", home / "planted"
         for folder in (self._objects, self._planted):
             folder.mkdir(parents=True, exist_ok=True)
+        self.folder = self._ahead() if _INCLUDE_AHEAD in self._variables.get("cflags", "") else self._objects
+        """Where compilers run."""
         self._locks: dict[str, threading.Lock] = {}
         self._guard = threading.Lock()
 
@@ -97,6 +98,25 @@ class Workshop:
         """What compiles each source, a path below ``csrc/``."""
         return {unit.source: functools.partial(self._command, unit.rule) for unit in self._units}
 
+    def _ahead(self) -> Path:
+        """The folder with `AHEAD` and, if the compiler takes it, what it made of it; sources read the text if not."""
+        text = "".join(f"#include <{name}>\n" for name in STANDARD)
+        command = self._command("compile", f"-x c++-header {AHEAD}", f"{AHEAD}.gch").replace(_INCLUDE_AHEAD, "")
+        key = hashlib.sha256(f"{text}\0{command}\0{_compiler(shlex.split(command)[0])}".encode()).hexdigest()[:32]
+        folder = self._objects / f"{key}.{AHEAD}"
+        if folder.exists():
+            os.utime(folder)
+            return folder
+        part = Path(tempfile.mkdtemp(prefix=".", dir=self._objects))
+        (part / AHEAD).write_text(text)
+        with contextlib.suppress(CompileError):
+            run(command, part)
+        try:
+            part.rename(folder)
+        except OSError:  # another process was first
+            shutil.rmtree(part)
+        return folder
+
     def _key(self, unit: Unit, csrc: Path) -> str:
         return content_key(functools.partial(self._command, unit.rule), csrc, unit.source)
 
@@ -113,7 +133,7 @@ class Workshop:
                 return path, False
             part = self._objects / f".{key}.{os.getpid()}.o"
             command = self._command(unit.rule, shlex.quote(str(csrc / unit.source)), shlex.quote(str(part)))
-            run(command, self._objects)
+            run(command, self.folder)
             part.with_name(part.name + ".d").unlink(missing_ok=True)
             os.replace(part, path)
         return path, True

@@ -106,6 +106,8 @@ class Checker:
     kept: Path
     """Where the names of passed checks lie."""
     csrc: Path = CSRC
+    folder: Path = Path()
+    """Where compilers run: they may find there what the commands name."""
 
     def complaint(self, source: Path, texts: Mapping[str, str]) -> str:
         """What the compiler says of ``source`` when the files ``texts`` are as given; ``""`` if nothing."""
@@ -118,7 +120,7 @@ class Checker:
             if passed.exists():
                 return ""
             try:
-                run(self.commands[source](shlex.quote(str(copy / source)), shlex.quote(f"{folder}/out")), Path(folder))
+                run(self.commands[source](shlex.quote(str(copy / source)), shlex.quote(f"{folder}/out")), self.folder)
             except CompileError as error:
                 return str(error).replace(f"{copy}/", "")
         passed.parent.mkdir(parents=True, exist_ok=True)
@@ -144,10 +146,11 @@ def checker(device: str, home: Path) -> Checker:
     def no_code(command: Command) -> Command:
         return lambda source, out: f"{command(source, out)} {extra}"
 
-    commands = {source: no_code(command) for source, command in Workshop("cpu", home).commands().items()}
+    workshop = Workshop("cpu", home)
+    commands = {source: no_code(command) for source, command in workshop.commands().items()}
     if device == "cuda":
         commands |= dict.fromkeys((path.relative_to(CSRC) for path in sorted((CSRC / "cuda").glob("*.cu"))), _nvcc())
-    return Checker(commands, home / "objects")
+    return Checker(commands, home / "objects", folder=workshop.folder)
 
 
 def _nvcc() -> Command:

@@ -97,6 +97,31 @@ def test_what_an_edit_does_not_reach_is_not_compiled(tree: Path, tmp_path: Path)
 
 
 @pytest.mark.slow
+def test_headers_are_read_ahead_where_the_real_build_does_so(
+    tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once for all workshops of these flags, and as text where the compiler does not take what was made of them."""
+    monkeypatch.setattr(mutants_build, "STANDARD", ("string", "vector"))
+    assert Workshop("cpu", tmp_path / "home").folder == tmp_path / "home" / "objects"
+    ninja = tree.parent / "real" / "build.ninja"
+    ninja.write_text(ninja.read_text().replace("-DLAST", "-DLAST -include ahead.h"))
+    (tree / "one.cpp").write_text('extern "C" int one() { return static_cast<int>(std::vector<int>(3).size()); }\n')
+    workshop = Workshop("cpu", tmp_path / "home")
+    assert {path.name for path in workshop.folder.iterdir()} == {"ahead.h", "ahead.h.gch", "ahead.h.gch.d"}
+    assert ctypes.CDLL(str(workshop.library(tree, tmp_path / "a")[0])).one() == 3
+    (workshop.folder / "ahead.h").write_text("#error read as text\n")
+    again = Workshop("cpu", tmp_path / "home")
+    assert again.folder == workshop.folder
+    assert again.library(tree, tmp_path / "b", anew=True)[1] == 0
+    (tree / "one.cpp").write_text('extern "C" int one() { return static_cast<int>(std::string("four").size()); }\n')
+    assert ctypes.CDLL(str(again.library(tree, tmp_path / "c")[0])).one() == 4
+    (workshop.folder / "ahead.h.gch").write_bytes(b"of another compiler")
+    (tree / "one.cpp").write_text("int five() { return 5; }\n")
+    with pytest.raises(CompileError, match="read as text"):
+        again.library(tree, tmp_path / "d")
+
+
+@pytest.mark.slow
 def test_a_control_with_the_bytes_of_the_unedited_engine_does_not_run_again(
     tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

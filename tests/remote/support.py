@@ -92,7 +92,8 @@ def until(condition: Callable[[], object], seconds: float) -> float:
     return time.monotonic() - began
 
 
-BASE = {name: str(ROOT / folder) for name, folder in (("KDTREE_BUNDLES", "bundles"), ("KDTREE_BUILD", "build"))}
+CACHES = (("KDTREE_BUNDLES", "bundles"), ("KDTREE_BUILD", "build"))
+BASE = {name: os.environ.get(name) or str(ROOT / folder) for name, folder in CACHES}
 ENVIRONMENT = {**{k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}, "PYTHONPATH": "", **BASE}
 FILTER = "prompt1 and fp32"
 
