@@ -147,7 +147,9 @@ def _open(data: bytes, where: str) -> dict[str, Any]:
         raise LedgerError(f"{where}: {error}") from None
     if not isinstance(content, dict):
         raise LedgerError(f"{where}: is {type(content).__name__}, not an object")
-    checksum = content.pop("checksum", None)
+    if "checksum" not in content:
+        raise LedgerError(f"{where}: checksum: missing, so this is no ledger")
+    checksum = content.pop("checksum")
     try:
         actual = hashlib.sha256(canonical(content)).hexdigest()
     except ValueError as error:  # a number like 1e999 parses as infinity

@@ -46,7 +46,7 @@ def usable_devices(engine: str, asked: Sequence[str], required: Sequence[str]) -
     wanted = list(dict.fromkeys([*(asked or ["cpu"]), *required]))
     reason = survey().reason if "cuda" in wanted or (own and not asked) else "not asked for"
     if "cuda" in wanted and reason:
-        raise Infrastructure(f"device cuda was asked for and is not usable: {reason}")
+        raise Infrastructure(f"device cuda was asked for and is not usable: {reason}; `kdtree doctor` says more")
     if not asked and own and not reason and "cuda" not in wanted:
         wanted.append("cuda")
     note = f"no CUDA cells: {reason}" if own and not asked and reason else ""

@@ -152,7 +152,8 @@ def main(argv: Sequence[str]) -> int:
             done.append(stage)
             say(f"{stage.name:<9} {'agrees' if stage.divergence is None else 'DIVERGES: ' + stage.divergence.detail}")
     except (MatrixError, Infrastructure, EngineError, GoldenError) as error:
-        print(f"kdtree trace: {type(error).__name__}: {error}", file=sys.stderr)
+        named = f"{type(error).__name__}: " if isinstance(error, EngineError) else ""  # which of the protocol's it is
+        print(f"kdtree trace: {named}{error}", file=sys.stderr)
         return INFRASTRUCTURE
     found = done[-1].divergence
     if options.json:

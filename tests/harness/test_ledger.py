@@ -81,6 +81,11 @@ def test_what_is_not_finite_is_never_fine(value: float, allowed: float) -> None:
         parse_cell(edited(data, "checks", 0, "ok", value=True), "f")
 
 
+def test_json_that_is_no_ledger_is_called_so() -> None:
+    with pytest.raises(LedgerError, match=r"x\.json: checksum: missing, so this is no ledger"):
+        parse_ledger(b"{}", "x.json")
+
+
 def test_an_edit_without_a_new_checksum_is_refused() -> None:
     data = ledger_bytes(ledger(cell(A, OFF)))
     with pytest.raises(LedgerError, match=r"run\.json: checksum"):
