@@ -24,9 +24,8 @@ MOST_GROUPS = 8
 _LINE = re.compile(r"\s*/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;")
 _PARTS = re.compile(r"(?:@(!?U?P[T\d])\s+)?([A-Z][A-Z0-9_.]*)\s*(.*)")
 _PRODUCT = re.compile(r"[A-Z]GMMA\.\S+ R\d+, [-|~]?R(\d+)[^,]*, gdesc")
-_WAIT = re.compile(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x([0-9a-f]+)")
-_PREDICATES_ONLY = ("FCHK", "QSPC", "VOTE", "R2P")
-_NO_RESULT = ("BAR", "BRX", "CALL", "JMP", "JMX", "NANOSLEEP", "RET", "WARPSYNC")
+_WAIT = re.compile(r"(?:@U?PT )?WARPGROUP\.DEPBAR\.LE gsb0, 0x([0-9a-f]+)")
+_NO_RESULT = ("BAR", "CALL", "NANOSLEEP", "WARPSYNC")
 """Instructions whose first operand may be a register that they read."""
 
 
@@ -78,7 +77,7 @@ def _width(name: str) -> int:
     width = 1
     if "128" in rest:
         width = 4
-    elif head in ("LDSM", "MOVM"):
+    elif head == "LDSM":
         width = next((int(part) for part in rest if part in ("2", "4")), 1)
     elif head in ("HMMA", "IMMA", "DMMA", "QMMA"):
         width = 4  # halves take two: none of them stands beside a wgmma here, and too many is the safe side
@@ -106,7 +105,7 @@ def written(text: str) -> frozenset[int]:
     if head.endswith("GMMA") or head in _NO_RESULT:
         return frozenset()
     operands = [piece.strip() for piece in parts.group(3).split(",")]
-    if re.fullmatch(r"P[T\d]", operands[0]) and not (head.endswith("SETP") or head in _PREDICATES_ONLY):
+    if re.fullmatch(r"P[T\d]", operands[0]) and not (head.endswith("SETP") or head == "FCHK"):
         operands = operands[1:]  # a predicate that is a result too, as of SHFL and ATOMG
     first = re.fullmatch(r"R(\d+)", operands[0]) if operands else None
     return frozenset(range(int(first.group(1)), int(first.group(1)) + _width(name))) if first else frozenset()
@@ -142,7 +141,7 @@ def _in_flight(kernel: str, body: Sequence[Instruction], at: Mapping[int, int], 
     while todo:
         index, groups = todo.pop()
         text = body[index].text
-        if (wait := _WAIT.search(text)) and groups > int(wait.group(1), 16):
+        if (wait := _WAIT.match(text)) and groups > int(wait.group(1), 16):
             continue  # of so many groups this one is older than those that may stay in flight
         if written(text) & registers:
             found.add(Hazard(kernel, body[index], body[product]))

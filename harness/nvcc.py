@@ -136,7 +136,7 @@ class Compiler:
         # result into the same cache.
         looked = self._looks(arch)
         judges = [Path(name).read_text("utf-8") for name in (__file__, *([machine_code.__file__] if looked else []))]
-        digest = hashlib.sha256(json.dumps([self.version, flags([arch], self.debug), looked, judges]).encode())
+        digest = hashlib.sha256(json.dumps([self.version, flags([arch], self.debug), judges]).encode())
         for path in [source, *sorted(p for p in build.CSRC.rglob("*.*h") if p.suffix in (".h", ".cuh"))]:
             digest.update(f"{path.relative_to(build.ROOT)}\0".encode() + path.read_bytes())
         return self.cache / f"{source.stem}-{digest.hexdigest()[:24]}.json"

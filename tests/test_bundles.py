@@ -123,7 +123,15 @@ def test_other_sources_are_other_bundles(tmp_path: Path, monkeypatch: pytest.Mon
         assert bundles.source_key() != key
         key = bundles.source_key()
     (copy / "refs" / "bundles.lock").write_text("{}")
+    (copy / "refs" / "__pycache__").mkdir()
+    (copy / "refs" / "__pycache__" / "exact.pyc").touch()
     assert bundles.source_key() == key
+    edited = copy / "refs" / "exact.py"
+    before = edited.stat()
+    edited.write_bytes(edited.read_bytes()[:-1] + b" ")
+    os.utime(edited, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert edited.stat().st_size == before.st_size
+    assert bundles.source_key() != key, "another content of the same size, and the time set back"
 
 
 def test_a_bundle_that_is_not_the_pinned_one_names_the_first_tensor(

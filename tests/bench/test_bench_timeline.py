@@ -54,6 +54,26 @@ def test_only_what_every_forward_has_is_shown() -> None:
     assert [(line.name, line.a_forward, line.costs) for line in both] == [("fold_kernel", 1, 4), ("Memcpy DtoD", 1, 0)]
 
 
+def test_launches_of_another_grid_have_a_line_of_their_own() -> None:
+    events = [
+        event(FOLD, 0, 2),
+        event(FOLD, 2, 3),
+        event(FOLD, 5, 4, grid=(8, 1, 1)),
+        event("Memset", 9, 1, "gpu_memset", ()),
+    ]
+    found = timeline.lines(timeline.launches(events), 1)
+    assert [(line.name, line.grid, line.costs) for line in found] == [
+        ("fold_kernel", (4, 1, 1), 2), ("fold_kernel", (4, 1, 1), 3), ("fold_kernel", (8, 1, 1), 4), ("Memset", (), 1),
+    ]  # fmt: skip
+
+
+def test_the_table_has_what_a_launch_lasts_before_what_it_costs() -> None:
+    found = timeline.lines(timeline.launches(EVENTS[:2]), 1)
+    head, _, row = timeline.table(16, found)
+    assert head.startswith("M=16: launch ")
+    assert row.split() == ["fold_kernel", "4x1x1", "1.00", "8.00", "4.00", "28.6%"]
+
+
 def test_a_file_that_is_none_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     bad = tmp_path / "bad.kdtr"
     bad.write_bytes(b"nothing")

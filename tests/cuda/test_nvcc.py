@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 
 from harness import build, environment, nvcc
 
+Text = pytest.CaptureFixture[str]
 REPORT = """
 ptxas info    : 0 bytes gmem
 ptxas info    : Compiling entry function '_Z5firstPf' for 'sm_90a'
@@ -58,14 +60,16 @@ def test_an_unknown_architecture(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err.count("\n") == 1
 
 
-def test_one_compilation_for_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_compilation_for_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Text) -> None:
     """All architectures that the cache lacks are compiled together, each kept by itself; the longest source first."""
     csrc = tmp_path / "csrc" / "cuda"
     csrc.mkdir(parents=True)
     (csrc / "a.cu").write_text("//\n")
     (csrc / "b.cu").write_text("// longer\n")
     compiler, calls = tmp_path / "nvcc", tmp_path / "calls"
-    compiler.write_text(f'#!/bin/sh\necho "$@" >> {calls}\n')
+    said = "ptxas info : Compiling entry function 'k' for '${a##*code=}'\\nptxas info : Used 9 registers\\n"
+    each = f'for a in "$@"; do case $a in *code=*) printf "{said}";; esac; done'
+    compiler.write_text(f'#!/bin/sh\necho "$@" >> {calls}\n{each}\n')
     compiler.chmod(0o755)
     monkeypatch.setattr(build, "ROOT", tmp_path)
     monkeypatch.setattr(build, "CSRC", tmp_path / "csrc")
@@ -76,7 +80,9 @@ def test_one_compilation_for_what_is_missing(tmp_path: Path, monkeypatch: pytest
 
     def compiled(*archs: str) -> list[list[str]]:
         calls.write_text("")
-        assert nvcc.main(["--arch", *archs]) == 0
+        assert nvcc.main(["--arch", *archs, "--json"]) == 0
+        kernels = json.loads(capsys.readouterr().out)["kernels"]
+        assert sorted((k["file"], k["arch"]) for k in kernels) == sorted(itertools.product(("a.cu", "b.cu"), archs))
         lines = [line.split() for line in calls.read_text().splitlines()]
         return [[Path(word).name for word in line if re.search(r"code=sm_|\.cu$", word)] for line in lines]
 
@@ -102,7 +108,6 @@ __global__ __launch_bounds__(1024, 2) void spills(float* p) {
 WARNS = "__global__ void warns(float* p) { int unused; p[0] = 1.f; }\n"
 
 VERDICTS = [(CLEAN, 0, "0 kernels spill"), (SPILLS, 1, "1 kernels spill"), (WARNS, 1, "unused")]
-Text = pytest.CaptureFixture[str]
 
 if environment.nvcc()[0]:  # where there is none, the test above is what can be shown
 

@@ -341,14 +341,14 @@ def test_no_torch(tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 3
     assert done.stderr == "kdtree build: torch is not installed (not here); install it with: pip install torch\n"
-    old = "import types; __version__ = '2.9.1'\nversion = types.SimpleNamespace(cuda=None)\n"
+    old = "import types; __version__ = '2.10.1'\nversion = types.SimpleNamespace(cuda=None)\n"
     (tmp_path / "torch" / "__init__.py").write_text(old)
     done = subprocess.run(
         [sys.executable, "-m", "harness.build", "--json"],
         cwd=ROOT, env={**os.environ, "PYTHONPATH": str(tmp_path)}, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 3
-    assert "torch 2.9.1 is too old" in json.loads(done.stdout)["error"]
+    assert "torch 2.10.1 is too old" in json.loads(done.stdout)["error"]
 
 
 class Toolkit:

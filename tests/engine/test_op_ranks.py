@@ -177,7 +177,7 @@ def test_memory_that_nccl_knows(monkeypatch: pytest.MonkeyPatch, text: str | Non
     assert registered_bytes() == mib << 20
 
 
-@pytest.mark.parametrize("text", ["", "-1", "many", "65537", "1.5"])
+@pytest.mark.parametrize("text", ["", "-1", "many", "65537", "1.5", "\u0663"])
 def test_memory_that_is_no_number(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     monkeypatch.setenv(REGISTERED, text)
     with pytest.raises(ConfigError, match=REGISTERED):

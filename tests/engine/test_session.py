@@ -13,7 +13,7 @@ from engine_files import Array, Bundle, changed
 
 import engine
 from engine.library import library
-from engine.session import CsrcSession
+from engine.session import CsrcEngine, CsrcSession
 from harness.protocol import F32, OPERATION_TAPS, DecodeRequest, DeviceError, Draft, Engine, RequestError, Session
 from refs.sampling import choose
 from tests.fuzz.seeds import CORPUS
@@ -179,6 +179,23 @@ def test_stream_yields_what_decode_returns(session: CsrcSession, tiny2: Path, pr
         assert next(stream) == want.tokens[0]
         assert session.length == len(bundle.prompt) + want.accepted_per_round[0], "tokens come as rounds accept them"
         assert (want.tokens[0], *stream) == want.tokens
+
+
+def test_whoever_watches_a_decode_is_told_that_it_goes_on(
+    monkeypatch: pytest.MonkeyPatch, tiny2: Path, device: str
+) -> None:
+    """After every period, however short: a round at least lies between two; of one that ends in time not at all."""
+    told: list[None] = []
+    watched = CsrcEngine(device, progress=lambda: told.append(None))
+    with watched.load(tiny2, "fp32") as session:
+        request = DecodeRequest(tuple(Bundle(tiny2).prompt), 8)
+        monkeypatch.setattr("engine.session.PERIOD", 0.0)
+        decoded = session.decode(request)
+        assert len(told) in (decoded.forwards - 1, decoded.forwards)
+        told.clear()
+        monkeypatch.setattr("engine.session.PERIOD", 60.0)
+        assert session.decode(request).tokens == decoded.tokens
+        assert told == []
 
 
 def test_a_stream_that_was_overtaken_says_so(session: CsrcSession, tiny2: Path) -> None:

@@ -339,6 +339,15 @@ def test_cells_of_several_ranks_share_ars_run_until_one_fails(micro: Path, monke
     assert asked.count(True) == 2
     runner.run(replace(two, precision="fp32"), lambda cell: None)
     assert asked.count(True) == 3, "another session's run is no other's"
+    ars = asked.count(True)
+    runner.run(replace(AR, ranks=2), lambda cell: None)  # the session of fp32 is open; int4's goes
+    runner.run(replace(AR, precision="int4"), lambda cell: None)
+    ars = asked.count(True)
+    runner.run(replace(two, precision="fp32"), lambda cell: None)
+    assert asked.count(True) == ars + 1, "a session that was closed took its run along"
+    for _ in range(2):
+        runner.run(TREE, lambda cell: None)
+    assert asked.count(True) == ars + 3, "one rank's cells each run AR: that it gives the same again is part of them"
 
 
 @pytest.mark.slow

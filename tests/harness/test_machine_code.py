@@ -34,11 +34,17 @@ def test_a_hazard_tells_kernel_address_and_instruction() -> None:
     assert (hazard.kernel, hazard.write.address, hazard.write.text) == ("second", 0x20, "MOV R57, R3")
     assert (hazard.product.address, hazard.product.text) == (0x10, PRODUCT)
     assert str(hazard).startswith("second: 0020 MOV R57, R3 writes an operand of 0010 HGMMA")
+    twice = (PRODUCT, "MOV R58, R3", "MOV R57, R3", WAIT, "EXIT")
+    found = machine_code.hazards(sass(*twice, kernel="one") + sass(*twice, kernel="by_name"))
+    told = [(hazard.kernel, hazard.write.address) for hazard in found]
+    assert told == [("by_name", 0x10), ("by_name", 0x20), ("one", 0x10), ("one", 0x20)]
 
 
 def test_only_until_the_wait() -> None:
     assert writes(PRODUCT, WAIT, "MOV R57, R3", "EXIT") == []
     assert writes("MOV R57, R3", PRODUCT, WAIT, "EXIT") == []
+    assert writes(PRODUCT, f"@PT {WAIT}", "MOV R57, R3", "EXIT") == []
+    assert writes(PRODUCT, f"@P0 {WAIT}", "MOV R57, R3", WAIT, "EXIT") == [2]
 
 
 @pytest.mark.parametrize(("kept", "found"), [(0, []), (1, [4])])
@@ -48,6 +54,8 @@ def test_a_wait_that_lets_the_last_group_go_on(kept: int, found: list[int]) -> N
     end = "HGMMA.64x64x16.F32.BF16 R24, R92, gdesc[UR8], R24, gsb0"
     wait = f"WARPGROUP.DEPBAR.LE gsb0, {kept:#x}"
     assert writes(before, end, PRODUCT, wait, "MOV R57, R3", "MOV R88, R3", WAIT, "EXIT") == found
+    assert writes(before, end, wait, "MOV R88, R3", WAIT, "EXIT") == [3] * kept, "a group is closed by its last product"
+    assert writes(PRODUCT, wait, wait, "MOV R57, R3", WAIT, "EXIT") == [3] * kept, "a wait closes none"
 
 
 def test_branches_are_followed_by_both_ends() -> None:
@@ -59,6 +67,11 @@ def test_branches_are_followed_by_both_ends() -> None:
     assert writes(PRODUCT, "BRA.DIV UR4, 0x40", "MOV R59, R3", "EXIT", WAIT, "EXIT") == [2]
     assert writes(PRODUCT, "@P0 EXIT", "MOV R59, R3", WAIT, "EXIT") == [2]
     assert writes(PRODUCT, "EXIT", "MOV R59, R3", "EXIT") == []
+    assert writes(PRODUCT, "BRA.ANY 0x40", "MOV R59, R3", "EXIT", WAIT, "EXIT") == [2]
+    assert writes(PRODUCT, "BRA UP0, 0x40", "MOV R59, R3", "EXIT", WAIT, "EXIT") == [2]
+    assert writes(PRODUCT, "WARPSYNC.COLLECTIVE R3, 0x40", WAIT, "EXIT", "MOV R59, R3", "EXIT") == [4]
+    for end in ("RET.REL.NODEC R2 0x0", "BRX R2 -0x20", "JMX R2 -0x20", "KILL"):
+        assert writes(PRODUCT, end, "MOV R59, R3", "EXIT") == []
     assert writes(PRODUCT, "CALL.REL.NOINC 0x40", WAIT, "EXIT", "MUFU.RCP R58, R3", "RET.REL.NODEC R2 0x0") == [4]
 
 
@@ -73,10 +86,17 @@ def test_branches_are_followed_by_both_ends() -> None:
         "LDSM.16.M88.4 R53, [R3]",
         "IMAD.WIDE.U32 R55, R11.reuse, R3, R100",
         "CS2R R55, SRZ",
+        "HMMA.16816.F32.BF16 R53, R4, R8, R12",
         "DADD R55, R2, R4",
+        "DMUL R55, R2, R4",
+        "DFMA R55, R2, R4, R6",
+        "LEPC R55",
+        "GETLMEMBASE R55",
+        "FRND.F64 R55, R2",
         "I2F.F64 R55, R2",
         "F2F.F64.F32 R55, R2",
         "F2I.S64.F64.TRUNC R55, R2",
+        "F2I.U64.F64.TRUNC R55, R2",
         "SHFL.BFLY PT, R58, R47, 0x10, 0x1f",
         "ATOMG.E.ADD.STRONG.GPU PT, R59, desc[UR16][R2.64], R5",
         "LOP3.LUT P0, R56, R3, 0x1, RZ, 0xc0, !PT",
@@ -109,6 +129,13 @@ def test_writes(line: str) -> None:
         "SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [R56+URZ], R57",
         "BAR.SYNC.DEFER_BLOCKING R56, R57",
         "WARPSYNC R56",
+        "NANOSLEEP R56",
+        "CALL.ABS.NOINC R56",
+        "@P0 BRX R56 -0x20",
+        "@P0 RET.ABS.NODEC R56 0x0",
+        "VOTE.ALL P0, P1",
+        "R2P PR, R56, 0x7f",
+        "QSPC.E.S P0, RZ, [R56]",
         "@!PT LDS R56, [R56]",
         "HGMMA.64x64x16.F32.BF16 R24, R60, gdesc[UR12], R24, gsb0",
         "UMOV UR56, 0x1",

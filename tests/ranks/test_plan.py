@@ -14,7 +14,7 @@ from engine.ranks.shares import undivided
 from harness.bench import k26
 from harness.bundles import ensure
 from harness.cells import FAILED, INFRASTRUCTURE, PASSED
-from refs.config import PRECISIONS, ModelConfig
+from refs.config import BF16_PRECISIONS, PRECISIONS, ModelConfig
 from refs.drafter_config import split
 from refs.kdtr import read
 from tests.engine.together import Together
@@ -53,6 +53,9 @@ def test_scratch_of_experts_is_planned_in_every_precision(precision: str) -> Non
     dense = replace(sparse, first_k_dense=sparse.num_layers)
     taken = [plan._cuda_scratch(config, precision, 4, 300, 24) for config in (sparse, dense)]
     assert taken == [plan.moe_scratch(sparse, 24), 0]
+    hopper = replace(dense, kv_lora_rank=512, qk_rope_head_dim=64)
+    taken = [plan._cuda_scratch(hopper, precision, 4, 300, 24)]
+    assert taken == [plan.hopper_scratch(hopper, 4, 300, 24) if precision in BF16_PRECISIONS else 0]
 
 
 def test_k26_is_as_large_as_it_is_said_to_be() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import math
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,25 @@ def test_summation_orders_are_the_stated_ones(n: int, dtype: Any) -> None:
         assert function(values.copy()).tolist() == [float(v) for v in want]
     if n > 8:
         assert (exact.tree_sum(values.copy()) != exact.strided_sum(values.copy())).any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_product_is_kept_up_to_a_block_and_by_each_thread(dtype: Any) -> None:
+    def made(seed: int, n: int) -> tuple[Any, Any]:
+        values = np.arange(seed, seed + 4 * n, dtype=dtype).reshape(2, 2, n)
+        return exact.product(values[0], values[1, :1]), values[0] * values[1, :1]
+
+    half = exact.BLOCK // 2
+    for n in (1, half, half + 1):
+        got, want = made(n, n)
+        assert got.dtype == dtype
+        assert np.array_equal(got, want)
+    got, want = made(1, 8)
+    with ThreadPoolExecutor(1) as other:
+        assert np.array_equal(*other.submit(made, 2, 8).result())
+    assert np.array_equal(got, want), "of another thread, which does not wait for this one"
+    made(3, 8)
+    assert not np.array_equal(got, want), "of this thread, whose next product takes the place"
 
 
 @pytest.mark.parametrize("summation", list(exact.SUMMATIONS.values()))
