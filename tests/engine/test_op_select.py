@@ -90,6 +90,21 @@ def test_draws_are_keyed_by_seed_position_and_token(ops: Ops, seed: int, tempera
     assert got.tolist() == want
 
 
+def test_draws_are_decided_in_double_precision(ops: Ops) -> None:
+    """Two tokens as near to a tie as f32 logits can be: a division in f32 would decide some of them otherwise."""
+    temperature, seed, rows = 0.7, 5, 200
+    logits = np.full((rows, 2), 3.0, np.float32)
+    other = 0
+    for position in range(rows):
+        noise = [-math.log(-math.log((philox([v, position, 0, 0], [seed, 0])[0] + 0.5) / 2**32)) for v in (0, 1)]
+        logits[position, 1] = temperature * (float(logits[position, 0]) / temperature + noise[0] - noise[1])
+        narrow = [float(value / np.float32(temperature)) + g for value, g in zip(logits[position], noise, strict=True)]
+        other += int(narrow[1] > narrow[0]) != drawn(logits[position], position, temperature, seed)
+    assert other > 20, "the test could not tell f32 from f64"
+    got = choose(ops, logits, temperature=temperature, seed=seed, rows=chain(rows))[0]
+    assert got.tolist() == [drawn(logits[p], p, temperature, seed) for p in range(rows)]
+
+
 def test_equal_rows_at_one_position_draw_alike(ops: Ops) -> None:
     logits = np.repeat(draw(np.random.default_rng(4), 1, 64), 5, axis=0)
     got = choose(ops, logits, temperature=1.0, seed=9, kv_len=3, rows=Rows([-1, 0, 0, 0, 0]))[0]

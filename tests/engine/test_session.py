@@ -90,6 +90,19 @@ def test_prefill_in_one_go_or_in_pieces_or_by_steps(device: str, tiny2: Path, pr
     assert len(results) == 1
 
 
+def test_a_decode_does_not_depend_on_how_its_prompt_is_cut(device: str, tiny2: Path) -> None:
+    """Pieces of one row, of several with a shorter last one, of as many as fill the prompt exactly, and all at once."""
+    bundle = Bundle(tiny2)
+    assert len(bundle.prompt) == 9
+    results = set()
+    for max_rows in (1, 3, 4, 9, 65):
+        with engine.create(device).load(tiny2, "int4", max_rows=max_rows, poison=True) as session:
+            done = session.decode(bundle.request("int4"))
+            assert done.logits is not None
+            results.add((done.tokens, done.logits.tobytes()))
+    assert len(results) == 1
+
+
 def test_verify_commits_nothing_and_commit_commits_a_path(session: CsrcSession, tiny2: Path) -> None:
     bundle = Bundle(tiny2)
     tokens = [int(t) for t in np.random.default_rng(1).integers(0, bundle.vocab, len(TREE))]
