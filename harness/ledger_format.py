@@ -50,7 +50,23 @@ def seal(content: Mapping[str, Any]) -> bytes:
     """``content`` with its checksum, as a file's bytes."""
     body = {key: value for key, value in content.items() if key != "checksum"}
     checksum = hashlib.sha256(canonical(body)).hexdigest()
-    return json.dumps({**body, "checksum": checksum}, sort_keys=True, indent=1, allow_nan=False).encode("ascii") + b"\n"
+    return _laid_out({**body, "checksum": checksum}).encode("ascii") + b"\n"
+
+
+def _laid_out(value: Any, margin: str = "") -> str:
+    """JSON with sorted keys, a line for whatever holds no other object or list: a check, a cell's step errors."""
+    inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
+    if not any(isinstance(item, (Mapping, list)) for item in inner):
+        return json.dumps(value, sort_keys=True, allow_nan=False)
+    deeper = f"{margin} "
+    if isinstance(value, Mapping):
+        lines = [f"{json.dumps(key)}: {_laid_out(item, deeper)}" for key, item in sorted(value.items())]
+        begin, end = "{}"
+    else:
+        lines = [_laid_out(item, deeper) for item in value]
+        begin, end = "[]"
+    body = ",\n".join(f"{deeper}{line}" for line in lines)
+    return f"{begin}\n{body}\n{margin}{end}"
 
 
 def _cell_content(cell: Cell) -> dict[str, Any]:

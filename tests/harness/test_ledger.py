@@ -68,6 +68,15 @@ def test_a_record_reads_back_as_it_was_written(record: Cell) -> None:
     assert repr(parse_ledger(ledger_bytes(whole), "f")) == repr(whole)
 
 
+def test_a_check_is_a_line_and_any_layout_is_read() -> None:
+    whole = ledger(cell(A, Check("logits.max_abs", 0.5, 1.0, Verdict.FAIL_LOGITS)))
+    data = ledger_bytes(whole)
+    check = {"allowed": 1.0, "detail": "", "name": "logits.max_abs", "ok": True, "value": 0.5, "verdict": "FAIL_LOGITS"}
+    assert json.dumps(check) in [line.strip() for line in data.decode().splitlines()]
+    for indent in (None, 1):
+        assert parse_ledger(json.dumps(json.loads(data), indent=indent).encode(), "f") == whole
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("allowed", [math.nan, math.inf, 1.0])
 def test_what_is_not_finite_is_never_fine(value: float, allowed: float) -> None:
