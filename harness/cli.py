@@ -182,7 +182,8 @@ def matrix(argv: Sequence[str]) -> int:
     options = parser.parse_args(argv)
     from dataclasses import asdict
 
-    from harness.matrix import MatrixError, of_run, select
+    from harness.filters import select
+    from harness.matrix import MatrixError, of_run
 
     try:
         points = of_run(options.device or ["cpu"], ranks=options.ranks or (), scale=options.scale)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import re
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,6 @@ GPU_RANKS = (2, 4, 8)
 """Numbers of GPUs that a run uses together where it finds them."""
 
 _NAME = re.compile(r"[a-z0-9_]+")
-_WORD = re.compile(r"\s*([()]|[^\s()]+)")
 
 
 class MatrixError(Exception):
@@ -244,70 +243,3 @@ def of_run(
         ranked = {count: tuple(name for name in rankable(count) if name in RANKED_CONFIGS) for count in counts}
         found += expected([device], ranks=counts, ranked=ranked)
     return found
-
-
-def matcher(expression: str) -> Callable[[Iterable[str]], bool]:
-    """The meaning of a ``-k`` expression, that of pytest: words joined by ``and``, ``or``, ``not`` and parentheses.
-
-    A word holds for names of which one contains it, whatever the case. Raises MatrixError for a malformed expression.
-    """
-    words = _WORD.findall(expression)
-    at = 0
-
-    def peek() -> str:
-        return words[at] if at < len(words) else ""
-
-    def take() -> str:
-        nonlocal at
-        at += 1
-        return str(words[at - 1])
-
-    def either() -> Callable[[list[str]], bool]:
-        left = both()
-        while peek() == "or":
-            take()
-            left = (lambda a, b: lambda names: a(names) or b(names))(left, both())
-        return left
-
-    def both() -> Callable[[list[str]], bool]:
-        left = single()
-        while peek() == "and":
-            take()
-            left = (lambda a, b: lambda names: a(names) and b(names))(left, single())
-        return left
-
-    def single() -> Callable[[list[str]], bool]:
-        word = take() if peek() else ""
-        if word == "not":
-            inner = single()
-            return lambda names: not inner(names)
-        if word == "(":
-            inner = either()
-            if (take() if peek() else "") != ")":
-                raise MatrixError(f"-k {expression!r}: a parenthesis is not closed")
-            return inner
-        if word in ("", ")", "and", "or"):
-            raise MatrixError(f"-k {expression!r}: a word is missing")
-        return lambda names: any(word.lower() in name for name in names)
-
-    whole = either()
-    if peek():
-        raise MatrixError(f"-k {expression!r}: {peek()!r} is unexpected")
-    return lambda names: whole([name.lower() for name in names])
-
-
-def select(points: Sequence[Point], expression: str, names: Sequence[str] = ()) -> list[Point]:
-    """The points that ``expression`` chooses: the one whose id it is, otherwise those whose id it matches.
-
-    ``names`` are further names that every point goes by. Raises MatrixError when nothing matches.
-    """
-    exact = [point for point in points if point.id == expression.strip()]
-    if exact:
-        return exact
-    holds = matcher(expression)
-    chosen = [point for point in points if holds([point.id, *names])]
-    if not chosen:
-        raise MatrixError(
-            f"-k {expression!r} matches none of {len(points)} cells; `kdtree matrix --list` shows their ids"
-        )
-    return chosen

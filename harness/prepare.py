@@ -12,7 +12,8 @@ from pathlib import Path
 from harness import host_memory
 from harness.engines import create, registered
 from harness.environment import survey
-from harness.matrix import DEVICES, MatrixError, Point, of_run, select
+from harness.filters import select
+from harness.matrix import DEVICES, MatrixError, Point, of_run
 
 Say = Callable[[str], None]
 

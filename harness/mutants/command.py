@@ -23,7 +23,8 @@ from harness.bundle_lock import BundleError
 from harness.cells import FAILED, INFRASTRUCTURE, PASSED
 from harness.cli import Parser, output, positive
 from harness.files import write_atomic
-from harness.matrix import MatrixError, Point, expected, matcher
+from harness.filters import matcher
+from harness.matrix import MatrixError, Point, expected
 from harness.mutants import run as mutants_run
 from harness.mutants import syntax
 from harness.mutants.build import CompileError, Workshop

@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from harness.cells import Cell, Verdict
+from harness.filters import select
 from harness.limit import CellTimeout, limit
-from harness.matrix import Point, parse, select
+from harness.matrix import Point, parse
 from harness.mutants.catalogue import Fault
 from harness.sources import ROOT
 

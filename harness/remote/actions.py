@@ -12,7 +12,8 @@ from typing import Any
 
 from harness import ledger as ledgers
 from harness.cells import INFRASTRUCTURE, PASSED, Verdict, exit_status
-from harness.matrix import of_run, select
+from harness.filters import select
+from harness.matrix import of_run
 from harness.remote import join
 from harness.remote.command import INTERRUPTED
 from harness.remote.console import Console, put

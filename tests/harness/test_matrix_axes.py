@@ -14,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness import matrix
-from harness.matrix import MatrixError, Point, expected, parse, select
+from harness.filters import matcher, select
+from harness.matrix import MatrixError, Point, expected, parse
 from refs import recipe
 
 TABLE = {"tiny": ("oracle", "noisy"), "tiny2": ("hostile",), "plain": ()}
@@ -178,7 +179,7 @@ def test_a_filter_that_matches_nothing_is_an_error(expression: str) -> None:
 @pytest.mark.parametrize("expression", ["", "(", "a and", "or b", "a b", "not", ")", "(a", "a )", "and"])
 def test_a_malformed_filter_is_an_error(expression: str) -> None:
     with pytest.raises(MatrixError, match="-k "):
-        matrix.matcher(expression)
+        matcher(expression)
 
 
 words = st.sampled_from(["tiny", "fp32", "INT4", "ar", "cpu", "tiny2-", "oracle", "test_cell", "zzz"])
@@ -197,4 +198,4 @@ expressions = st.recursive(
 def test_filters_mean_what_pytest_s_mean(expression: str, point: Point) -> None:
     names = [point.id, "test_cell"]
     wanted = Expression.compile(expression).evaluate(lambda word: any(word.lower() in name for name in names))
-    assert matrix.matcher(expression)(names) is bool(wanted)
+    assert matcher(expression)(names) is bool(wanted)

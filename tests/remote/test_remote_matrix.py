@@ -24,7 +24,8 @@ import yaml
 
 from harness import ledger as ledgers
 from harness.cells import Cell, Verdict, exit_status
-from harness.matrix import expected, select
+from harness.filters import select
+from harness.matrix import expected
 from harness.remote import command
 from harness.remote.order import Order
 from harness.remote.run import assemble, blank
