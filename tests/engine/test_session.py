@@ -15,6 +15,7 @@ import engine
 from engine.library import library
 from engine.session import CsrcEngine, CsrcSession
 from harness.protocol import F32, OPERATION_TAPS, DecodeRequest, DeviceError, Draft, Engine, RequestError, Session
+from refs.model import Model
 from refs.sampling import choose
 from tests.fuzz.seeds import CORPUS
 
@@ -374,6 +375,27 @@ def test_sampling_is_exact_in_distribution(device: str, tiny: Path) -> None:
     assert chi_square(second, p_next) < 38.0
     assert 20 < accepted < second.total() - 20, "drafts were always or never accepted, so acceptance was not tested"
     assert chi_square(second, softmax(table[0], 1.0)) > 1000, "the test could not tell another distribution"
+
+
+@pytest.mark.parametrize(
+    ("fast", "slow", "why"),
+    [
+        (11.0, 10.5, "both ends round to pair 0: they are equal"),
+        (32.0, 1e-7, "the upper end lies beyond the last dimension"),
+        (4e-7, 1e-7, "both ends lie beyond it"),
+    ],
+)
+def test_the_ramp_of_yarn_at_its_edges(
+    device: str, tiny: Path, tmp_path: Path, fast: float, slow: float, why: str
+) -> None:
+    path = changed(tiny, tmp_path / "yarn.kdtr", fields={"rope_beta_fast": fast, "rope_beta_slow": slow})
+    tokens = [int(t) for t in np.random.default_rng(2).integers(0, Bundle(tiny).vocab, 40)]
+    want = Model.open(path, "fp32").taps(tokens, operations=True)["layers.0.mla.k_rope"]
+    usual = Model.open(tiny, "fp32").taps(tokens, operations=True)["layers.0.mla.k_rope"]
+    assert np.abs(want - usual).max() > 0.1, "the test could not tell this ramp from the usual one"
+    with engine.create(device).load(path, "fp32") as session:
+        got = session.taps(tokens, operations=True)["layers.0.mla.k_rope"]
+    np.testing.assert_allclose(got, want, atol=5e-5, err_msg=why)
 
 
 @pytest.mark.slow
