@@ -99,7 +99,7 @@ def _largest_logit_differences(cells: Sequence[Cell]) -> list[str]:
 NAMED = 6  # what a line of a summary lists before it counts the rest
 
 
-def _first_divergences(cells: Sequence[Cell]) -> list[str]:
+def first_divergences(cells: Sequence[Cell]) -> list[str]:
     """Of the cells that failed: the taps that diverge first, most frequent first, whatever the layer, and where."""
     found: dict[str, list[Cell]] = {}
     for cell in cells:
@@ -125,7 +125,7 @@ def summary(ledger: Ledger) -> list[str]:
     wanted = ledger.filter if len(ledger.filter) <= 120 else f"{ledger.filter[:110]} ..."  # ids given one by one
     chosen = f" (filter: {wanted})" if wanted else ""
     lines.append(f"{ledger.passed} of {ledger.wanted} expected cells passed{rest}{chosen}")
-    lines += _first_divergences(ledger.cells)
+    lines += first_divergences(ledger.cells)
     passing = [cell for cell in ledger.cells if cell.verdict is Verdict.PASS]
     if passing:
         worst = max(passing, key=lambda cell: cell.margin)

@@ -118,7 +118,8 @@ def markdown(view: View, comparison: Comparison | None = None) -> str:
         lines += [f"- {_text(problem)}" for problem in ledger.problems[:PROBLEMS_SHOWN] or ("no cell was expected",)]
     lines += [f"\n> {_text(note)}" for note in ledger.notes]
     if view.bad:
-        lines += ["", "### What failed", "", *_failures(view)]
+        lines += ["", "### What failed", "", *(f"- {_text(line)}" for line in view.diverged), ""]
+        lines += _failures(view)
     if comparison:
         lines += _changes(comparison)
     maps = [line for map in view.maps for line in _map(map)]

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from harness.cells import Cell, Check, Ledger, Verdict, exit_status
+from harness.ledger import first_divergences
 from harness.matrix import DECODERS, PRECISIONS, Point, parse
 from harness.reports import charts, plots, trees
 from harness.reports.against import percent
@@ -103,6 +104,8 @@ class View:
     cells: tuple[CellView, ...]
     maps: tuple[HeatMap, ...]
     charts: tuple[plots.Chart, ...]
+    diverged: tuple[str, ...]
+    """Of the cells that failed, a line a tap that is the first to be wrong."""
 
     @property
     def bad(self) -> tuple[CellView, ...]:
@@ -194,4 +197,5 @@ def view(ledger: Ledger) -> View:
         cells=tuple(views),
         maps=tuple(_maps(views, ledger.per_host)),
         charts=tuple(charts.overview(ledger.cells)),
+        diverged=tuple(first_divergences(ledger.cells)),
     )

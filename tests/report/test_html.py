@@ -155,6 +155,12 @@ def test_the_outcome_is_the_first_thing_said(ledger: Ledger, says: str) -> None:
     assert (">✓</span>" in text[: text.index("</h1>")]) == (says == "Every expected cell passed.")
 
 
+def test_where_cells_diverge_first_is_said_at_the_top() -> None:
+    text = page(view(runs.broken()))
+    said = text.index("first divergence: mla.q_rope in 1 cell of tiny2")
+    assert text.index("<h1>") < said < text.index("</header>")
+
+
 def test_a_broken_round_is_drawn_twice_and_told_as_a_table() -> None:
     parsed = shown(runs.broken())
     titles = [text for text in parsed.texts if text.startswith("row ")]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 from dataclasses import replace
 from html.parser import HTMLParser
 
@@ -54,6 +55,12 @@ def test_a_failure_is_a_row_with_its_reason_and_its_line() -> None:
         "logits.max_abs: 3 elements beyond 4e-06diverges first at layers.3.mla.q_rope [5, 2, 7]",
         "nox -s test -- -k int4-ar-tiny2-cpu",
     ]
+
+
+def test_where_cells_diverge_first_stands_above_them() -> None:
+    text = html.unescape(markdown(view(runs.broken())))
+    assert "\n- first divergence: mla.q_rope in 1 cell of tiny2 (docs/trace.md" in text
+    assert "first divergence" not in markdown(view(runs.run()))
 
 
 def test_markup_in_a_ledger_stays_text() -> None:
