@@ -188,7 +188,7 @@ def _make(folder: Path, name: str, key: str, pins: Pins, say: Say) -> None:
     if made != pins.get(name):
         path.unlink()
         if name not in pins:
-            raise LockDiffers(f"bundle {name}: {LOCK.name} does not pin it; {UPDATE} does")
+            raise LockDiffers(f"bundle {name}: {LOCK.name} does not pin it; {UPDATE} {name} does")
         raise LockDiffers(f"{first_difference(name, made, pins[name])}. If refs/ was meant to change: {UPDATE}")
     write_atomic(_stamp(folder, name), f"{key} {made['sha256']}\n".encode())
     say(f"bundles: {name} made in {time.perf_counter() - started:.1f} s (attempt {attempt})")
