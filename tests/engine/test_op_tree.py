@@ -13,6 +13,8 @@ from test_op_linear import draw
 
 DRAFT_NON_FINITE = 3
 F = np.float32
+EDGE = np.linspace(-0.88139, -0.88136, 60, dtype=F)
+"""Logits around ln(sqrt(2) - 1), -0.8813736."""
 
 
 def exp32(x: F32) -> F32:
@@ -170,6 +172,26 @@ def test_a_tree_is_cut_where_tokens_over_cost_are_greatest(ops: Ops, seed: int) 
         assert built.tokens.tolist() == whole.tokens[: built.n].tolist()
     assert Built(ops, draft, 20, costs=[1.0] * 21).n == 21
     assert Built(ops, draft, 20, costs=[1.0] + [1e9] * 20).n == 1
+
+
+def test_of_equal_values_the_smallest_tree_is_kept(ops: Ops) -> None:
+    """Costs that are the expected tokens themselves, to the bit, make every size worth exactly 1."""
+    draft = draw(np.random.default_rng(0), 4, 30) * 3
+    scores = Built(ops, draft, 20).scores
+    expected = np.cumsum([1.0, *exp32(scores[1:].astype(F)).astype(np.float64)])
+    assert Built(ops, draft, 20, costs=expected.tolist()).n == 1
+    costs = 2 * expected
+    costs[[5, 9, 20]] = expected[[5, 9, 20]]
+    assert Built(ops, draft, 20, costs=costs.tolist()).n == 6
+
+
+def test_a_logarithm_on_both_sides_of_its_branch(ops: Ops) -> None:
+    """Sums within 5e-6 of the square root of two, at half of which log32 changes its exponent."""
+    parts = [np.frexp(F(F(1) + exp32(np.array([x], F))[0]))[0] for x in EDGE]
+    assert min(parts) < F(0.707106781186547524) - F(1e-6) < F(0.707106781186547524) + F(1e-6) < max(parts)
+    for x in EDGE:
+        row = np.array([0, x], F)
+        assert Built(ops, row[None], 1).scores[1] == np.float64(F(0 - lse32(row))), x
 
 
 @pytest.mark.parametrize("vocab", [1, 255, 256, 257, 4096, 4097, 9000])
