@@ -123,7 +123,7 @@ def _reserve(file: BinaryIO, size: int, path: Path) -> None:
     missing = size - 512 * os.fstat(file.fileno()).st_blocks
     free = shutil.disk_usage(path.parent).free
     if missing > free:
-        reason = f"it needs {missing / 1e9:.1f} GB more, the disk has {free / 1e9:.1f}"
+        reason = f"it needs {missing / 1e9:.3f} GB more, the disk has {free / 1e9:.3f}"
         raise OSError(errno.ENOSPC, reason, os.fspath(path))
     file.truncate(size)
     if sys.platform == "linux":

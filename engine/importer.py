@@ -31,6 +31,7 @@ from engine.kdtr_stream import KdtrStream, TargetBusy
 from engine.safetensors_reader import CheckpointError, fingerprint, open_checkpoint
 from engine.transfer import Progress, write_model
 from harness.cli import Parser
+from harness.files import said
 from refs import kdtr
 from refs.drafter_config import TAPS
 from refs.errors import RefError
@@ -225,11 +226,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"kdtree import: {error}", file=sys.stderr)
         return REFUSED
     except (TargetBusy, PermissionError) as error:
-        print(f"kdtree import: {error}", file=sys.stderr)
+        print(f"kdtree import: {said(error)}", file=sys.stderr)
         return USAGE
     except KeyboardInterrupt:
         print("kdtree import: interrupted; the same command goes on from here", file=sys.stderr)
         return INCOMPLETE
     except OSError as error:
-        print(f"kdtree import: {error}; the same command goes on from here", file=sys.stderr)
+        print(f"kdtree import: {said(error)}; the same command goes on from here", file=sys.stderr)
         return INCOMPLETE
