@@ -393,7 +393,7 @@ def test_directories_without_weights(tmp_path: Path, capsys: pytest.CaptureFixtu
     directory = tmp_path / "hf"
     hf.write(directory, hf.config(), {})
     (directory / "model.safetensors").unlink()
-    assert "no safetensors files" in refused(capsys, directory)
+    assert "no safetensors file is beside it" in refused(capsys, directory)
     (directory / "pytorch_model.bin").touch()
     assert "safe_serialization" in refused(capsys, directory)
     for name in ("a.safetensors", "b.safetensors"):
