@@ -85,7 +85,8 @@ class Link:
             data = program()
             self._channel = self.connection.execute(_start_line(host.python, len(data)), self.silence)
             self._wire = Wire(self._receive, self._send)
-            threading.Thread(target=self._listen_to_errors, daemon=True).start()
+            self._errors = threading.Thread(target=self._listen_to_errors, daemon=True)
+            self._errors.start()
             self._greet(data)
             for work in (self._listen, self._beat):
                 threading.Thread(target=work, daemon=True).start()
@@ -117,7 +118,7 @@ class Link:
     def _why_no_start(self, seen: bytes) -> str:
         self._channel.status_event.wait(5)
         status = self._channel.exit_status
-        said = _last_line(bytes(self._noise) or seen)
+        said = _last_line(self._complaints(5) or seen)
         if status == 127:
             return f"{self.host.name}: python: {self.host.python} is not there (status 127); set python in hosts.yaml"
         if status == -1:
@@ -162,7 +163,8 @@ class Link:
         except EOFError:
             self._channel.status_event.wait(1)
             status = self._channel.exit_status
-            said = f": {_last_line(bytes(self._noise))}" if self._noise else ""
+            complaints = self._complaints(1)
+            said = f": {_last_line(complaints)}" if complaints else ""
             self.lost = (
                 f"the far side's program ended (status {status}){said}" if status >= 0 else "the connection closed"
             )
@@ -183,6 +185,11 @@ class Link:
             if not data:
                 return
             self._noise[:] = (self._noise + data)[-8192:]
+
+    def _complaints(self, seconds: float) -> bytes:
+        """What a program that has ended complained of; its status may be known before all of that is read."""
+        self._errors.join(seconds)
+        return bytes(self._noise)
 
     def _beat(self) -> None:
         while not self.lost:

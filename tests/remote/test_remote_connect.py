@@ -17,6 +17,7 @@ import pytest
 from harness.remote import known_hosts
 from harness.remote.hosts import Host, Limits
 from harness.remote.known_hosts import ChangedHostKey, HostKeyError, RevokedHostKey, UnknownHostKey, WrongTypeHostKey
+from harness.remote.link import Link
 from harness.remote.ssh import Options
 from harness.remote.ssh import connect as ssh_connect
 from harness.remote.ssh_auth import ConnectionFailed
@@ -311,7 +312,9 @@ def test_an_include_stays_in_its_block(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_missing_python_and_what_is_none(connect: Open, server: Server, tmp_path: Path) -> None:
+def test_missing_python_and_what_is_none(
+    connect: Open, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(
         ConnectionFailed, match=r"python: /no/python is not there \(status 127\); set python in hosts\.yaml"
     ):
@@ -323,6 +326,8 @@ def test_missing_python_and_what_is_none(connect: Open, server: Server, tmp_path
         f'#!/bin/sh\nshift 2\nexec {server.host(tmp_path).python} -c "import sys; sys.version_info = (3, 9, 1); $1"\n'
     )
     old.chmod(0o755)
+    listen = Link._listen_to_errors
+    monkeypatch.setattr(Link, "_listen_to_errors", lambda self: time.sleep(0.5) or listen(self))  # on a busy machine
     with pytest.raises(ConnectionFailed, match=r"Python 3\.9 is too old, 3\.10 is needed"):
         connect(server.host(tmp_path, python=str(old)))
 

@@ -22,12 +22,14 @@ from typing import Any
 import pytest
 import yaml
 
+from harness import cli
 from harness import ledger as ledgers
 from harness.cells import Cell, Verdict, exit_status
 from harness.filters import select
 from harness.matrix import expected
 from harness.remote import command
-from harness.remote.order import Order
+from harness.remote.hosts import Host
+from harness.remote.order import Order, batch_line
 from harness.remote.run import assemble, blank
 from harness.sources import ROOT, describe
 from tests.remote.boxes import Box, Loopback, NoNamespaces, boxes
@@ -351,6 +353,20 @@ def test_ledgers_that_do_not_fit_together_are_infrastructure(tmp_path: Path) -> 
     assert "does not fit together" in ledger.problems[0]
     assert "sources" in ledger.problems[0]
     assert exit_status(ledger) == 3
+
+
+def test_what_a_host_is_sent_is_taken_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It runs `kdtree test` on the cells that it is given, with more arguments for pytest."""
+    points = tuple(expected(["cpu"])[:2])
+    order = Order(ROOT, tmp_path, "id", "kdtree remote box", points, arguments=("-n", "0", "-p", "no:cacheprovider"))
+    taken: list[list[str]] = []
+    monkeypatch.setattr(pytest, "main", lambda arguments: taken.append(arguments) or 0)
+    for cells in (order.expected, order.expected[:1]):
+        line = batch_line(Host("box", "address"), order, cells, str(tmp_path / "run"))
+        assert line[1:3] == ["-m", "harness"]
+        assert cli.main(line[3:]) == 0
+    whole, part = ([word for word in arguments if word.startswith("tests/")] for arguments in taken)
+    assert (whole, part) == ([], [f"tests/test_matrix.py::test_cell[{points[0].id}]"])
 
 
 def test_the_help_names_every_exit_status() -> None:
