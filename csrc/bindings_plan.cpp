@@ -1,6 +1,6 @@
 // torch.ops.kdtree: what stream_plan.h decides, on any machine and for any device's sizes, for tests.
 #include "bindings.h"
-#include "box_plan.h"
+#include "row_plan.h"
 
 namespace kdtree {
 namespace {
@@ -26,7 +26,7 @@ std::string product_plan(std::string product, bool int4, int64_t k, int64_t rows
   if (!stream::serves(device, in)) return "generic";
   if (product == "route") {
     if (!stream::serves_route(device, in, 384, 1, 8)) return "generic";
-    return line({stream::choosing(device, m), stream::combining(m)}, stream::route_shared(in, m < stream::kOwnNorm ? m : stream::kOwnNorm, 0));
+    return line({stream::choosing(device, m), stream::combining(m)}, stream::route_shared(in, m, 0));
   }
   if (wide && stream::serves_wide(device, kind, in, m)) {
     if (whole && stream::serves_whole(device, kind, in, 1)) return "whole " + std::to_string(stream::whole_shared());
@@ -125,6 +125,22 @@ std::vector<int64_t> box_work(int64_t blocks, int64_t groups, int64_t shared, in
   return found;
 }
 
+// The experts of one row on Hopper: warps depth early, blocks, bytes of shared memory a block, tiles that a block has places for; then each block's tiles
+// of the shared expert, and of the others the first, the launch's end last. Empty where another kernel serves.
+std::vector<int64_t> row_plan(bool down, bool int4, int64_t k, int64_t shared_k, int64_t n, int64_t shared_n, int64_t top_k, bool hopper, int64_t shared) {
+  const stream::Device device{true, 132, static_cast<size_t>(shared), hopper};
+  const stream::RowVariant v = stream::row_variant(down);
+  const int in = as_int(k, "k"), around = as_int(shared_k, "shared_k"), outputs = as_int(n, "n"), beside = as_int(shared_n, "shared_n"), chosen = as_int(top_k, "top_k");
+  const stream::RowLaunch plan = stream::plan_row(device, v, down, in, around, outputs, beside, chosen, !int4);
+  if (plan.tiles == 0) return {};
+  std::vector<int64_t> found{v.warps, v.depth, v.early, plan.blocks, static_cast<int64_t>(plan.shared), plan.tiles};
+  const int each = stream::moe_outputs(down), shared_tiles = (beside + each - 1) / each, count = chosen * ((outputs + each - 1) / each);
+  for (int b = 0; b < plan.blocks; ++b) found.push_back(stream::shared_items(shared_tiles, plan.blocks, b));
+  const int weight = stream::shared_weight(1, around, in, !int4);
+  for (int b = 0; b <= plan.blocks; ++b) found.push_back(stream::first_box_item(count, shared_tiles, weight, plan.blocks, b));
+  return found;
+}
+
 int64_t weight_byte(int64_t first, int64_t row, int64_t groups, int64_t group, int64_t bytes) {
   need(first >= 0, "first", "is negative");
   return static_cast<int64_t>(stream::byte_at(static_cast<size_t>(first), as_int(row, "row"), as_int(groups, "groups"),
@@ -140,6 +156,7 @@ KDTREE_LIBRARY_FRAGMENT(KDTREE_LIBRARY, m) {
   m.def("box_work(int blocks, int groups, int shared, int weight, int count) -> int[]");
   m.def("product_segments(int k, int granule, int cluster) -> int[]");
   m.def("linear_box_plan(bool int4, int k, int rows, int outputs, bool paired, bool normed, bool hopper, int shared) -> int[]");
+  m.def("row_plan(bool down, bool int4, int k, int shared_k, int n, int shared_n, int top_k, bool hopper, int shared) -> int[]");
   m.def("weight_byte(int first, int row, int groups, int group, int bytes) -> int");
 }
 
@@ -149,5 +166,6 @@ KDTREE_LIBRARY_IMPL(KDTREE_LIBRARY, m) {
   m.impl("box_work", kdtree::boxed<kdtree::box_work>);
   m.impl("product_segments", kdtree::boxed<kdtree::product_segments>);
   m.impl("linear_box_plan", kdtree::boxed<kdtree::linear_box_plan>);
+  m.impl("row_plan", kdtree::boxed<kdtree::row_plan>);
   m.impl("weight_byte", kdtree::boxed<kdtree::weight_byte>);
 }

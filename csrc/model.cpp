@@ -40,7 +40,8 @@ StepMemory::StepMemory(Backend& backend, int max_rows, Ranks ranks) {
   auto* at = static_cast<unsigned char*>(block_.get());
   for (const auto& part : parts) {
     if (part.bytes == 0) continue;
-    part.buffer = ranks.alone() ? Buffer(backend, part.bytes, part.what) : Buffer::view(at, part.bytes);
+    const bool told = &part.buffer == &out;  // several ranks' is broadcast with the rest
+    part.buffer = !ranks.alone() ? Buffer::view(at, part.bytes) : told ? Buffer::told(backend, part.bytes, part.what) : Buffer(backend, part.bytes, part.what);
     at += ranks.alone() ? 0 : padded(part.bytes);
   }
 }

@@ -19,6 +19,12 @@ class Buffer {
  public:
   Buffer() = default;
   Buffer(Backend& backend, size_t bytes, const char* what) : backend_(&backend), p_(backend.alloc(bytes, what)), bytes_(bytes) {}
+  // Of Backend::alloc_told.
+  static Buffer told(Backend& backend, size_t bytes, const char* what) {
+    Buffer made = view(backend.alloc_told(bytes, what), bytes);
+    made.backend_ = &backend;
+    return made;
+  }
   Buffer(Buffer&& other) noexcept { swap(other); }
   Buffer& operator=(Buffer&& other) noexcept {
     swap(other);

@@ -306,6 +306,8 @@ class Backend {
 
   // Memory. alloc: 64-byte aligned, between guard zones; filled with NaN patterns when poisoned, zero otherwise.
   virtual void* alloc(size_t bytes, const char* what) = 0;
+  // The same for what operations write and the host alone reads, after every round: where download need copy nothing, if there is such memory.
+  virtual void* alloc_told(size_t bytes, const char* what) { return alloc(bytes, what); }
   virtual void free(void* p) = 0;
   // Weights: `count` blocks of `bytes` that begin `pitch` bytes apart. The CPU leaves them where they are, a device packs them.
   virtual Resident resident(const void* host, size_t bytes, size_t count, size_t pitch, const char* what) = 0;

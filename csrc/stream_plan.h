@@ -214,10 +214,13 @@ KDTREE_BOTH constexpr int at_most_half(int wanted, int places) { return wanted *
 constexpr int choosing(const Device& device, int rows) { return at_most_half(rows < 64 ? rows : 64, device.multiprocessors); }
 constexpr int combining(int rows) { return rows <= 8 ? 16 : 32; }
 constexpr bool leaves_normed(int rows) { return rows > kOwnNorm; }  // in scratch, for gate and up
-// A block's segment of 16 bf16 weight rows and of the rows it norms itself; the choice takes the same place.
-constexpr size_t route_shared(int k, int own_rows, size_t choice) {
+// Times 16 experts that a block has. Of so few rows that every block norms them itself blocks are fewer than multiprocessors, and leave room for gate and up's.
+constexpr int route_tiles(int rows) { return rows <= kOwnNorm ? 2 : 1; }
+// A block's segment of its experts' bf16 weight rows and of the rows it norms itself; the choice takes the same place.
+constexpr size_t route_shared(int k, int rows, size_t choice) {
+  const int own_rows = rows < kOwnNorm ? rows : kOwnNorm;
   const int units = (k + 31) / 32 / kSegments + 1;
-  const size_t needed = static_cast<size_t>(units) * 1024 + static_cast<size_t>(own_rows) * staged_stride(units * 32);
+  const size_t needed = static_cast<size_t>(route_tiles(rows) * units) * 1024 + static_cast<size_t>(own_rows) * staged_stride(units * 32);
   return needed > choice ? needed : choice;
 }
 constexpr bool serves_route(const Device& device, int k, int experts, int n_group, int top_k) {

@@ -90,7 +90,7 @@ CudaBackend::~CudaBackend() {
   cudaSetDevice(device_);
   cudaStreamSynchronize(stream_);
   for (auto& [key, graph] : graphs_) cudaGraphExecDestroy(graph.exec);
-  for (auto& [payload, allocation] : allocations_) cudaFree(payload - kGuard);
+  for (auto& [payload, allocation] : allocations_) give_back(payload, allocation);
   cudaFreeHost(staging_);
   cudaFree(exchange_);
   cudaFree(arrivals_);
@@ -159,12 +159,13 @@ int CudaBackend::resident_clusters(const void* kernel, const char* counter, int 
   return known = std::max(count, 1);
 }
 
-char* CudaBackend::take(size_t bytes, const char* what) {
+char* CudaBackend::take(size_t bytes, const char* what, bool told) {
   enter("alloc", false);
   if (bytes > SIZE_MAX / 2) throw Error("OutOfMemory", name_ + ": " + what + ": " + std::to_string(bytes) + " bytes asked");
   const size_t tail = round_up(bytes) + kGuard - bytes;
   char* base = nullptr;
-  const cudaError_t code = cudaMalloc(reinterpret_cast<void**>(&base), kGuard + bytes + tail);
+  const cudaError_t code = told ? cudaHostAlloc(reinterpret_cast<void**>(&base), kGuard + bytes + tail, cudaHostAllocMapped)
+                                : cudaMalloc(reinterpret_cast<void**>(&base), kGuard + bytes + tail);
   if (code == cudaErrorMemoryAllocation) {
     cudaGetLastError();
     size_t free_bytes = 0, total = 0;
@@ -175,7 +176,7 @@ char* CudaBackend::take(size_t bytes, const char* what) {
   }
   KD_CUDA(code);
   char* payload = base + kGuard;
-  allocations_.emplace(payload, Allocation{what, bytes});
+  allocations_.emplace(payload, Allocation{what, bytes, told});
   memory_.allocated += bytes;
   memory_.peak = std::max(memory_.peak, memory_.allocated);
   KD_CUDA(cudaMemsetAsync(base, kGuardByte, kGuard, stream_));
@@ -184,8 +185,11 @@ char* CudaBackend::take(size_t bytes, const char* what) {
   return payload;
 }
 
-void* CudaBackend::alloc(size_t bytes, const char* what) {
-  char* payload = take(bytes, what);
+void* CudaBackend::alloc(size_t bytes, const char* what) { return filled(take(bytes, what), bytes); }
+
+void* CudaBackend::alloc_told(size_t bytes, const char* what) { return filled(take(bytes, what, true), bytes); }
+
+void* CudaBackend::filled(char* payload, size_t bytes) {
   if (!poison_) {
     fill_zero(payload, bytes);
     return payload;
@@ -206,12 +210,18 @@ void* CudaBackend::alloc(size_t bytes, const char* what) {
 void CudaBackend::free(void* p) {
   const auto found = allocations_.find(static_cast<char*>(p));
   if (found == allocations_.end()) return;
-  memory_.allocated -= found->second.bytes;
+  const Allocation allocation = found->second;
+  memory_.allocated -= allocation.bytes;
   allocations_.erase(found);
   // Unchecked: owners free in destructors, also after an error that stays and was reported by the call that met it.
   cudaSetDevice(device_);
   cudaStreamSynchronize(stream_);
-  cudaFree(static_cast<char*>(p) - kGuard);
+  give_back(static_cast<char*>(p), allocation);
+}
+
+void CudaBackend::give_back(char* payload, const Allocation& allocation) {
+  if (allocation.told) cudaFreeHost(payload - kGuard);
+  else cudaFree(payload - kGuard);
 }
 
 Resident CudaBackend::resident(const void* host, size_t bytes, size_t count, size_t pitch, const char* what) {
@@ -235,6 +245,11 @@ void CudaBackend::upload(void* dst, const void* host, size_t bytes) {
 
 void CudaBackend::download(void* host, const void* src, size_t bytes) {
   enter("download", false);
+  if (const auto found = allocations_.find(static_cast<char*>(const_cast<void*>(src))); found != allocations_.end() && found->second.told) {
+    KD_CUDA(cudaStreamSynchronize(stream_));
+    std::memcpy(host, src, bytes);
+    return;
+  }
   const bool staged = bytes <= kStaging;  // a pageable target costs the driver a detour that a round would feel
   KD_CUDA(cudaMemcpyAsync(staged ? staging_ : host, src, bytes, cudaMemcpyDeviceToHost, stream_));
   KD_CUDA(cudaStreamSynchronize(stream_));
@@ -255,8 +270,8 @@ std::string CudaBackend::broken_guard() {
   size_t at = 0;
   for (const auto& [payload, allocation] : allocations_) {
     const size_t tail = round_up(allocation.bytes) + kGuard - allocation.bytes;
-    KD_CUDA(cudaMemcpyAsync(zones.data() + at, payload - kGuard, kGuard, cudaMemcpyDeviceToHost, stream_));
-    KD_CUDA(cudaMemcpyAsync(zones.data() + at + kGuard, payload + allocation.bytes, tail, cudaMemcpyDeviceToHost, stream_));
+    KD_CUDA(cudaMemcpyAsync(zones.data() + at, payload - kGuard, kGuard, cudaMemcpyDefault, stream_));
+    KD_CUDA(cudaMemcpyAsync(zones.data() + at + kGuard, payload + allocation.bytes, tail, cudaMemcpyDefault, stream_));
     std::fill(zones.begin() + static_cast<long>(at + kGuard + tail), zones.begin() + static_cast<long>(at + 3 * kGuard),
               static_cast<unsigned char>(kGuardByte));
     at += 3 * kGuard;

@@ -13,7 +13,7 @@
 
 #include "../ops.h"
 #include "check.h"
-#include "../stream_plan.h"
+#include "../row_plan.h"
 
 namespace kdtree {
 
@@ -33,6 +33,7 @@ class CudaBackend final : public Backend {
   const char* name() const override { return name_.c_str(); }
 
   void* alloc(size_t bytes, const char* what) override;
+  void* alloc_told(size_t bytes, const char* what) override;
   void free(void* p) override;
   Resident resident(const void* host, size_t bytes, size_t count, size_t pitch, const char* what) override;
   void upload(void* dst, const void* host, size_t bytes) override;
@@ -85,6 +86,7 @@ class CudaBackend final : public Backend {
   struct Allocation {
     std::string what;
     size_t bytes;
+    bool told;  // in the host's memory, where kernels write it
   };
   struct Graph {
     cudaGraphExec_t exec;
@@ -142,13 +144,18 @@ class CudaBackend final : public Backend {
   void norm_rows(const char* counter, uint16_t* to, int stride, const float* x, int ldx, int k, const float* norm_w, float eps, int granule,
                  int max_rows, const int32_t* n_rows);
   bool moe_streams(const MoeArgs& a) const;
-  bool route_stream(const LinearArgs& a, const RouterArgs& r, const MoeArgs& experts);
+  // chooses: else the choice is left to gate and up.
+  bool route_stream(const LinearArgs& a, const RouterArgs& r, const MoeArgs& experts, bool chooses);
   // routed: the launch before is route_stream's, which has left more rows than stream::kOwnNorm normed in scratch.
-  void moe(const MoeArgs& a, bool routed);
-  bool gate_up_stream(const MoeArgs& a, bool routed);
-  bool down_stream(const MoeArgs& a);
+  // choice: of one row, which that launch has left to gate and up.
+  void moe(const MoeArgs& a, bool routed, const RouterArgs* choice);
+  bool gate_up_stream(const MoeArgs& a, bool routed, const RouterArgs* choice);
+  bool down_stream(const MoeArgs& a, const RouterArgs* choice);
   int choose_boxes(const MoeArgs& a, bool down) const;  // the shape of box_plan.h that serves, or -1
   void launch_boxes(const char* name, const MoeArgs& a, bool down, int variant, bool routed, const cuda::StreamMoeParams& p);
+  stream::RowLaunch plan_row(const char* name, const MoeArgs& a, bool down);  // of one row; none where choose_boxes' kernels must
+  void launch_row(const char* name, const MoeArgs& a, bool down, const stream::RowLaunch& plan, bool routed, const RouterArgs* choice, const cuda::StreamMoeParams& p);
+  bool rows_together(const MoeArgs& a);  // both products by launch_row, one launch behind the other
   void put_side_by_side(const UnshardArgs& a, bool ordered);  // ordered: the first part in the order in which int4 is multiplied (stream.cuh)
 
   // MLA in bf16 on tensor cores (mla_plan.h says for which shapes). prepare_on_tensor_cores: false where the generic kernel must.
@@ -162,7 +169,9 @@ class CudaBackend final : public Backend {
   static bool finds_wgmma();
 
   void enter(const char* call, bool capturable);
-  char* take(size_t bytes, const char* what);
+  char* take(size_t bytes, const char* what, bool told = false);
+  void* filled(char* payload, size_t bytes);  // as alloc gives it
+  static void give_back(char* payload, const Allocation& allocation);
   void capture(const std::string& key, const std::function<void()>& body);
 
   int device_;

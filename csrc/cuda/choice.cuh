@@ -73,10 +73,10 @@ __device__ __forceinline__ void keep_groups(const RouterArgs& a, const ChoiceMem
   }
 }
 
-// Chooses for row m. logit(e): of expert e, asked for once by one thread. Called by kChoiceThreads
+// Chooses for row m. logit(e), bias(e): of expert e, asked for once by one thread, thread e % kChoiceThreads. Called by kChoiceThreads
 // threads; ends with no barrier.
-template <typename Logit>
-__device__ __forceinline__ void choose_experts(const RouterArgs& a, int m, void* memory, const Logit& logit) {
+template <typename Logit, typename Bias>
+__device__ __forceinline__ void choose_experts(const RouterArgs& a, int m, void* memory, const Logit& logit, const Bias& bias) {
   constexpr int AHEAD = 2;  // of a thread's experts whose logits are on their way at a time
   const ChoiceMemory at(memory, a.experts, a.n_group, a.top_k);
   const int thread = threadIdx.x, warp = thread / kWarp, lane = thread % kWarp, subsets = (a.experts + kWarp - 1) / kWarp;
@@ -86,7 +86,7 @@ __device__ __forceinline__ void choose_experts(const RouterArgs& a, int m, void*
 #pragma unroll
     for (int i = 0; i < AHEAD; ++i) {
       const int e = base + i * kChoiceThreads;
-      l[i] = e < a.experts ? logit(e) : 0.f, b[i] = e < a.experts ? __ldg(a.bias + e) : 0.f;
+      l[i] = e < a.experts ? logit(e) : 0.f, b[i] = e < a.experts ? bias(e) : 0.f;
     }
 #pragma unroll
     for (int i = 0; i < AHEAD; ++i) {

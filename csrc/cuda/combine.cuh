@@ -71,5 +71,45 @@ __device__ __forceinline__ void combine(const CombineParams& c) {
   }
 }
 
+// The same for one row. What is older than the products is asked for before all have arrived: behind the weights that the next launch asks for meanwhile a
+// load takes microseconds.
+__device__ __forceinline__ void combine_row(const CombineParams& c) {
+  const int columns = c.dim / 4, most = stream::at_most_half(c.most, static_cast<int>(gridDim.x)), i = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x);
+  if (c.dim % 4 != 0 || reinterpret_cast<uintptr_t>(c.out) % 16 != 0 || columns > most * static_cast<int>(blockDim.x)) return combine(c);
+  arrive(c.tickets);
+  if (static_cast<int>(blockIdx.x) >= most) return;
+  const bool mine = i < columns && active_rows(c.n_rows, 1) > 0;
+  float4* const to = reinterpret_cast<float4*>(c.out) + i;
+  const float4* const from = reinterpret_cast<const float4*>(c.products) + i;
+  float4 out = mine ? *to : make_float4(0.f, 0.f, 0.f, 0.f), sum = make_float4(0.f, 0.f, 0.f, 0.f);
+  constexpr int AT_A_TIME = 8;
+  float weights[AT_A_TIME];
+  const auto weigh = [&](int first) {
+#pragma unroll
+    for (int j = 0; j < AT_A_TIME; ++j) weights[j] = first + j < c.top_k ? c.weights[first + j] : 0.f;
+  };
+  weigh(0);
+  await(c.tickets, static_cast<int>(gridDim.x), most);
+  if (!mine) return;
+  const float4 last = c.shared ? __ldcg(from + static_cast<size_t>(c.top_k) * columns) : make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll 1
+  for (int first = 0; first < c.top_k; first += AT_A_TIME) {
+    float4 v[AT_A_TIME];
+#pragma unroll
+    for (int j = 0; j < AT_A_TIME; ++j) {
+      if (first + j < c.top_k) v[j] = __ldcg(from + static_cast<size_t>(first + j) * columns);
+    }
+#pragma unroll
+    for (int j = 0; j < AT_A_TIME; ++j) {
+      if (first + j >= c.top_k) break;
+      sum.x = __fmaf_rn(weights[j], v[j].x, sum.x), sum.y = __fmaf_rn(weights[j], v[j].y, sum.y);
+      sum.z = __fmaf_rn(weights[j], v[j].z, sum.z), sum.w = __fmaf_rn(weights[j], v[j].w, sum.w);
+    }
+    weigh(first + AT_A_TIME);
+  }
+  if (c.shared) sum = make_float4(__fadd_rn(sum.x, last.x), __fadd_rn(sum.y, last.y), __fadd_rn(sum.z, last.z), __fadd_rn(sum.w, last.w));
+  *to = make_float4(__fadd_rn(out.x, sum.x), __fadd_rn(out.y, sum.y), __fadd_rn(out.z, sum.z), __fadd_rn(out.w, sum.w));
+}
+
 }  // namespace cuda
 }  // namespace kdtree

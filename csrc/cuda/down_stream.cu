@@ -42,7 +42,7 @@ size_t CudaBackend::moe_scratch(int max_rows, int top_k, int experts, int inner,
   return MoeScratch(nullptr, max_rows, top_k, inner, dim, experts).bytes;
 }
 
-bool CudaBackend::down_stream(const MoeArgs& a) {
+bool CudaBackend::down_stream(const MoeArgs& a, const RouterArgs* choice) {
   if (!moe_streams(a)) return false;
   const bool int4 = a.down.kind == WeightKind::kInt4;
   const MoeScratch scratch(a.scratch, a.max_rows, a.top_k, a.down.k, a.dim, a.gate.e);
@@ -66,7 +66,9 @@ bool CudaBackend::down_stream(const MoeArgs& a) {
     launch("experts_order", order_kernel, dim3(a.max_rows * a.top_k), kOrderThreads, 0, o);
   }
   const char* const name = int4 ? "experts_int4_bf16_down" : "experts_bf16_down";
-  if (const int in_boxes = choose_boxes(a, true); in_boxes >= 0) {
+  if (const stream::RowLaunch of_row = plan_row(name, a, true); of_row.tiles > 0) {
+    launch_row(name, a, true, of_row, false, choice, p);
+  } else if (const int in_boxes = choose_boxes(a, true); in_boxes >= 0) {
     launch_boxes(name, a, true, in_boxes, false, p);
   } else {
     const int blocks = resident_clusters(reinterpret_cast<const void*>(&stream_moe_kernel<true>), name, 1, kMoeThreads, stream::kMoeShared);

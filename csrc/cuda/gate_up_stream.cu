@@ -23,11 +23,13 @@ bool CudaBackend::moe_streams(const MoeArgs& a) const {
   return ready;
 }
 
-bool CudaBackend::gate_up_stream(const MoeArgs& a, bool routed) {
+bool CudaBackend::gate_up_stream(const MoeArgs& a, bool routed, const RouterArgs* choice) {
   if (!moe_streams(a)) return false;
-  const int in_boxes = choose_boxes(a, false);
-  const bool staged = in_boxes >= 0 && stream::kGateUpBoxes[in_boxes].staged;
   const bool int4 = a.gate.kind == WeightKind::kInt4;
+  const char* const name = int4 ? "experts_int4_bf16" : "experts_bf16";
+  const int in_boxes = choose_boxes(a, false);
+  const stream::RowLaunch of_row = plan_row(name, a, false);
+  const bool staged = of_row.tiles > 0 || (in_boxes >= 0 && stream::kGateUpBoxes[in_boxes].staged);
   const MoeScratch scratch(a.scratch, a.max_rows, a.top_k, a.down.k, a.dim, a.gate.e);
   StreamMoeParams p{};
   p.x = a.x, p.norm_w = a.norm_w, p.eps = a.eps, p.k = p.shared_k = a.dim, p.bf16 = !int4;
@@ -41,8 +43,9 @@ bool CudaBackend::gate_up_stream(const MoeArgs& a, bool routed) {
   if (!staged && !(routed && stream::leaves_normed(a.max_rows))) {
     norm_rows("experts_norm", scratch.normed, p.row_stride, a.x, a.dim, a.dim, a.norm_w, a.eps, stream::unit_of(WeightKind::kInt4), a.max_rows, a.n_rows);
   }
-  const char* const name = int4 ? "experts_int4_bf16" : "experts_bf16";
-  if (in_boxes >= 0) {
+  if (of_row.tiles > 0) {
+    launch_row(name, a, false, of_row, routed, choice, p);
+  } else if (in_boxes >= 0) {
     launch_boxes(name, a, false, in_boxes, routed, p);
   } else {
     const int blocks = resident_clusters(reinterpret_cast<const void*>(&stream_moe_kernel<false>), name, 1, kMoeThreads, stream::kMoeShared);

@@ -258,9 +258,9 @@ Down down_for(bool vector, bool wide) {
 
 }  // namespace
 
-void CudaBackend::moe(const MoeArgs& a) { moe(a, false); }
+void CudaBackend::moe(const MoeArgs& a) { moe(a, false, nullptr); }
 
-void CudaBackend::moe(const MoeArgs& a, bool routed) {
+void CudaBackend::moe(const MoeArgs& a, bool routed, const RouterArgs* choice) {
   if (a.max_rows <= 0) return;
   if (a.gate.e > kMaxExperts) {
     throw Error("ConfigError", name_ + ": n_routed_experts " + std::to_string(a.gate.e) + " is above the " +
@@ -287,11 +287,11 @@ void CudaBackend::moe(const MoeArgs& a, bool routed) {
   const size_t tile = tile_shared_bytes(tm, a.dim, WeightKind::kInt4);  // the wider of the two kinds a block may be
   const size_t shared = tm == 1 ? tile : sizeof(float) * kTileFloats + sizeof(int32_t) * static_cast<size_t>(a.max_rows);
   reserve_shared(reinterpret_cast<const void*>(gate_up), "experts", shared);
-  if (a.phase != MoePhase::kDown && !gate_up_stream(a, routed)) {
+  if (a.phase != MoePhase::kDown && !gate_up_stream(a, routed, choice)) {
     const char* name = int4 && bf16 ? "experts_int4_bf16" : int4 ? "experts_int4" : bf16 ? "experts_bf16" : "experts_f32";
     launch(name, gate_up, dim3(g.shared_blocks + slots * g.tiles), kTileThreads, shared, g);
   }
-  if (a.phase == MoePhase::kGateUp || down_stream(a)) return;
+  if (a.phase == MoePhase::kGateUp || down_stream(a, choice)) return;
   if (a.gathered != nullptr) unshard(acts_of(a));
 
   DownParams d{a.ids, a.weights, a.top_k, a.down.n, a.down, a.shared_down, a.act, a.shared_act, a.out, a.max_rows, a.n_rows};

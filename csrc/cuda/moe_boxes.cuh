@@ -23,6 +23,9 @@ struct BoxMoeParams {
   int columns;         // that a group's sums have room for
 };
 
+// p with the tensor maps of gate and up or of down, which are made when a launch is enqueued; `wide` boxes of scales at a time.
+BoxMoeParams box_params(const MoeArgs& a, bool down, int wide, bool routed, const StreamMoeParams& p);
+
 constexpr unsigned kPause = 40;  // nanoseconds between looks, where no slot is free
 constexpr int kBoxItems = 8;  // places for a warp's items: those asked for, at least a slot each, the one at hand and the end
 

@@ -1,7 +1,7 @@
 // The router for bf16 activations in one launch: norm, product and choice; then the experts.
 //
 // Bytes: the router's weights once, E*K*2, asked for before the launch before has ended; flops 2*M*E*K on tensor cores. Bound by latency.
-// A block takes one segment of K of 16 experts, which it holds in shared memory; a warp multiplies it with eight rows. Of one or two rows
+// A block takes one segment of K of 16 experts, or 32, which it holds in shared memory; a warp multiplies 16 with eight rows. Of one or two rows
 // every block norms its own; more are normed once, a block a row, in scratch, where gate and up find them too. The segments' sums
 // meet in scratch (L2), where blocks that do nothing else wait for them, add up a row each and choose its experts.
 // Reduction order: stream.cuh, the same as linear's, with the norm's squares by segments of whole units of int4, as the experts' are.
@@ -10,6 +10,7 @@
 #include "backend.h"
 #include "choice.cuh"
 #include "moe_scratch.h"
+#include "row_norm.cuh"
 #include "stream.cuh"
 #include "tickets.cuh"
 
@@ -20,7 +21,6 @@ using namespace cuda;
 
 constexpr int kThreads = kChoiceThreads, kWarps = kThreads / kWarp;
 constexpr int kOwnRows = stream::kOwnNorm;  // so many rows a block norms for itself
-constexpr int kFours = stream::kMostRouted / kSegments / (4 * kWarp);  // of a row's segment that a lane has
 constexpr WeightKind kKind = WeightKind::kBf16;
 // Of a multiprocessor's memory in percent: two blocks. What was carved out as shared memory for more of them, gate and up would find so,
 // and with half of the cache from which they read many rows.
@@ -43,56 +43,13 @@ struct Params {
   int choosing;  // blocks, the first ones
 };
 
-// r(x * 1/rms(x) * w), four elements a lane at a time, in the multiplication's order: to(element, them). The bits of square_rows,
-// inverse_rows and stage_normed_rows. Holds w, which no launch changes, from before the wait.
-struct RowNorm {
-  float4 w[kFours];
-  int first, end, k;  // the lane's elements: first, first + 128, ... below end
-
-  __device__ __forceinline__ RowNorm(const float* norm_w, int length) : k(length) {
-    constexpr int UNIT = kUnitK<WeightKind::kInt4>;
-    const int warp = threadIdx.x / kWarp, units = (k + UNIT - 1) / UNIT;
-    first = segment_begin(warp, units) * UNIT + threadIdx.x % kWarp * 4, end = segment_begin(warp + 1, units) * UNIT;
-#pragma unroll
-    for (int i = 0; i < kFours; ++i) w[i] = there(i) ? __ldg(reinterpret_cast<const float4*>(norm_w + at(i))) : make_float4(0.f, 0.f, 0.f, 0.f);
-  }
-  __device__ __forceinline__ int at(int i) const { return first + i * 4 * kWarp; }
-  __device__ __forceinline__ bool there(int i) const { return at(i) < end && at(i) < k; }
-
-  template <typename To>
-  __device__ __forceinline__ void operator()(const float* x, float eps, float* squares, const To& to) const {
-    const bool odd = threadIdx.x % 2 != 0;
-    float4 v[kFours];
-    float sum = 0.f;
-#pragma unroll
-    for (int i = 0; i < kFours; ++i) v[i] = there(i) ? *reinterpret_cast<const float4*>(x + at(i)) : make_float4(0.f, 0.f, 0.f, 0.f);
-#pragma unroll
-    for (int i = 0; i < kFours; ++i) {
-      sum = __fmaf_rn(v[i].x, v[i].x, sum), sum = __fmaf_rn(v[i].y, v[i].y, sum);
-      sum = __fmaf_rn(v[i].z, v[i].z, sum), sum = __fmaf_rn(v[i].w, v[i].w, sum);
-    }
-    sum = warp_sum(sum);
-    if (threadIdx.x % kWarp == 0) squares[threadIdx.x / kWarp] = sum;
-    __syncthreads();
-    float all = squares[0];
-#pragma unroll
-    for (int s = 1; s < kSegments; ++s) all = __fadd_rn(all, squares[s]);
-    const float inverse = inverse_rms(all, k, eps);
-#pragma unroll
-    for (int i = 0; i < kFours; ++i) {
-      const uint32_t low = pack_bf16(__fmul_rn(__fmul_rn(v[i].x, inverse), w[i].x), __fmul_rn(__fmul_rn(v[i].y, inverse), w[i].y));
-      const uint32_t high = pack_bf16(__fmul_rn(__fmul_rn(v[i].z, inverse), w[i].z), __fmul_rn(__fmul_rn(v[i].w, inverse), w[i].w));
-      // Of eight elements a lane has 0 to 3 and the next one 4 to 7; the order pairs 0 with 4 and so on.
-      const uint32_t other = __shfl_xor_sync(kAll, odd ? low : high, 1), mine = odd ? high : low;
-      const uint32_t a = odd ? other : mine, b = odd ? mine : other;
-      if (at(i) < end) to(at(i), make_uint2(__byte_perm(a, b, 0x5410), __byte_perm(a, b, 0x7632)));
-    }
-  }
-};
-
 // Adds up the segments' sums of the block's rows and chooses their experts.
 __device__ __forceinline__ void choose(const Params& p, void* memory, int blocks) {
   const int rows = p.choice.max_rows, experts = p.choice.experts;
+  constexpr int HELD = 2;  // of a thread's biases, which no launch changes: behind the wait they would queue with what gate and up ask for
+  float held[HELD];
+#pragma unroll
+  for (int i = 0; i < HELD; ++i) held[i] = __ldg(p.choice.bias + min(static_cast<int>(threadIdx.x) + i * kThreads, experts - 1));
   wait_for_previous();
   int counted = load_early(&p.choice.state->n_rows);
   await(p.tickets, blocks, p.choosing);
@@ -108,36 +65,38 @@ __device__ __forceinline__ void choose(const Params& p, void* memory, int blocks
       for (int s = 1; s < kSegments; ++s) part[0] = __fadd_rn(part[0], part[s]);
       p.logits[static_cast<size_t>(m) * experts + e] = part[0];
       return part[0];
-    });
+    }, [&](int e) { return e < kThreads ? held[0] : e < HELD * kThreads ? held[1] : __ldg(p.choice.bias + e); });
   }
 }
 
-// OWN: at most kOwnRows rows.
-template <bool OWN>
+// OWN: at most kOwnRows rows. A block has TILES of 16 experts.
+template <bool OWN, int TILES>
 __global__ __launch_bounds__(kThreads, 2) void route_kernel(const __grid_constant__ Params p) {
   extern __shared__ __align__(128) uint8_t smem[];
   __shared__ float squares[kOwnRows * kSegments];
   const int block = static_cast<int>(blockIdx.x) - p.choosing, blocks = static_cast<int>(gridDim.x) - p.choosing;
   if (block < 0) return choose(p, smem, blocks);
 
-  const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp, tile = block / kSegments, segment = block % kSegments;
+  const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp, tile = block / kSegments * TILES, segment = block % kSegments;
   const int experts = p.choice.experts, rows = p.choice.max_rows;
   const int units = (p.k + kUnitK<kKind> - 1) / kUnitK<kKind>, unit = segment_begin(segment, units), steps = segment_begin(segment + 1, units) - unit;
   const uint32_t weights = shared_address(smem);
   // A warp a row, so that it reads what lies side by side; units stand as multiply_unit wants them.
-  for (int row = warp; row < kTileRows; row += kWarps) {
+  const int tile_bytes = (units / kSegments + 1) * kUnitBytes;
+  for (int row = warp; row < TILES * kTileRows; row += kWarps) {
     const int expert = min(tile * kTileRows + row, experts - 1), pieces = p.k / 8;
+    const uint32_t to = weights + row / kTileRows * tile_bytes;
     for (int i = lane; i < steps * 4; i += kWarp) {
       const int piece = unit * 4 + i;
       const uint8_t* const from = static_cast<const uint8_t*>(p.weights) + byte_at(0, expert, pieces, min(piece, pieces - 1), 16);
-      copy16(weights + i / 4 * kUnitBytes + piece_offset(row, i % 4), from, piece < pieces ? 16 : 0);
+      copy16(to + i / 4 * kUnitBytes + piece_offset(row % kTileRows, i % 4), from, piece < pieces ? 16 : 0);
     }
   }
   copy_commit();
-  const RowNorm norm(p.norm_w, p.k);
+  const RowNorm<stream::kMostRouted> norm(p.norm_w, p.k);
   wait_for_previous();
 
-  uint8_t* const staged = smem + (units / kSegments + 1) * kUnitBytes;
+  uint8_t* const staged = smem + TILES * tile_bytes;
   if constexpr (OWN) {
     const int begin = unit * kUnitK<kKind>, end = begin + steps * kUnitK<kKind>;
 #pragma unroll 1
@@ -157,9 +116,11 @@ __global__ __launch_bounds__(kThreads, 2) void route_kernel(const __grid_constan
   copy_wait<0>();
   __syncthreads();
 
-  constexpr int AHEAD = OWN ? 4 : 14;  // units of activations that are on their way at a time
+  constexpr int AHEAD = OWN ? 7 : 14;  // units of activations that are on their way at a time
   const LaneOffsets at(lane);
-  for (int first = warp * kColumns; first < rows; first += kWarps * kColumns) {
+  for (int task = warp; task / TILES * kColumns < rows; task += kWarps) {
+    const int first = task / TILES * kColumns, own_tile = tile + task % TILES;
+    const uint32_t tile_weights = weights + task % TILES * tile_bytes;
     const int row = min(first + lane / 4, rows - 1);  // columns without a row are the last one again, and written by nobody
     [[maybe_unused]] const uint16_t* const from = p.normed + static_cast<size_t>(row) * p.row_stride + unit * kUnitK<kKind> + lane % 4 * 8;
     [[maybe_unused]] const uint32_t own = shared_address(staged) + row * p.stride + lane % 4 * 16;
@@ -176,23 +137,23 @@ __global__ __launch_bounds__(kThreads, 2) void route_kernel(const __grid_constan
 #pragma unroll
       for (int i = 0; i < AHEAD; ++i) {
         if (begin + i >= steps) break;
-        multiply_unit<kKind, 1, 1, 4>(acc, weights + (begin + i) * kUnitBytes, at, [&](int, int) { return x[i]; });
+        multiply_unit<kKind, 1, 1, 4>(acc, tile_weights + (begin + i) * kUnitBytes, at, [&](int, int) { return x[i]; });
       }
     }
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const int m = first + lane % 4 * 2 + i % 2, e = tile * kTileRows + lane / 4 + i / 2 * 8;
+      const int m = first + lane % 4 * 2 + i % 2, e = own_tile * kTileRows + lane / 4 + i / 2 * 8;
       if (m < rows && e < experts) __stcg(p.parts + (static_cast<size_t>(segment) * rows + m) * experts + e, acc[0][0][i]);
     }
   }
-  arrive(p.tickets);
+  if (p.choosing > 0) arrive(p.tickets);
 }
 
 bool aligned(const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; }
 
 }  // namespace
 
-bool CudaBackend::route_stream(const LinearArgs& a, const RouterArgs& r, const MoeArgs& experts) {
+bool CudaBackend::route_stream(const LinearArgs& a, const RouterArgs& r, const MoeArgs& experts, bool chooses) {
   const Weight& w = a.w[0];
   const bool ready = moe_streams(experts) && a.numerics == Numerics::kBf16 && w.kind == kKind && a.parts == 1 && a.epilogue == Epilogue::kStore &&
                      w.k == experts.dim && w.n == r.experts && a.x == experts.x && a.ldx == w.k && a.norm_w == experts.norm_w && a.norm_w != nullptr &&
@@ -204,10 +165,11 @@ bool CudaBackend::route_stream(const LinearArgs& a, const RouterArgs& r, const M
   p.x = static_cast<const float*>(a.x), p.k = w.k, p.norm_w = a.norm_w, p.eps = a.eps, p.weights = w.data;
   p.normed = scratch.normed, p.row_stride = stream::padded(w.k), p.stride = stream::staged_stride((units / kSegments + 1) * kUnitK<kKind>);
   p.parts = scratch.parts, p.logits = static_cast<float*>(a.out[0]), p.choice = r, p.tickets = tickets_;
-  const int blocks = tiles * kSegments;
-  p.choosing = stream::choosing(device_shape_, a.max_rows);
-  const auto kernel = a.max_rows <= kOwnRows ? &route_kernel<true> : &route_kernel<false>;
-  const size_t shared = stream::route_shared(w.k, std::min(a.max_rows, kOwnRows), ChoiceMemory::bytes(w.n, r.n_group, r.top_k));
+  const bool own = a.max_rows <= kOwnRows;
+  const int each = stream::route_tiles(a.max_rows), blocks = (tiles + each - 1) / each * kSegments;
+  p.choosing = chooses ? stream::choosing(device_shape_, a.max_rows) : 0;
+  const auto kernel = own ? &route_kernel<true, stream::route_tiles(kOwnRows)> : &route_kernel<false, stream::route_tiles(kOwnRows + 1)>;
+  const size_t shared = stream::route_shared(w.k, a.max_rows, ChoiceMemory::bytes(w.n, r.n_group, r.top_k));
   reserve_shared(reinterpret_cast<const void*>(kernel), "router", shared);
   leave_cache(reinterpret_cast<const void*>(kernel), kLittleShared);
   launch("router", kernel, dim3(static_cast<unsigned>(p.choosing + blocks)), kThreads, shared, p);
@@ -217,11 +179,12 @@ bool CudaBackend::route_stream(const LinearArgs& a, const RouterArgs& r, const M
 
 void CudaBackend::routed_moe(const LinearArgs& product, const RouterArgs& choice, const MoeArgs& experts) {
   if (experts.max_rows <= 0) return;
-  if (!route_stream(product, choice, experts)) {
+  const bool later = rows_together(experts) && stream::row_chooses(stream::row_variant(false), choice.experts, choice.n_group);
+  if (!route_stream(product, choice, experts, !later)) {
     Backend::routed_moe(product, choice, experts);
     return;
   }
-  moe(experts, true);
+  moe(experts, true, later ? &choice : nullptr);
 }
 
 }  // namespace kdtree

@@ -191,8 +191,10 @@ MOE = [
     (1000, 96, 96, 12, 1),
     (2304, 768, 512, 9, 4),
     (7168, 2048, 256, 5, 2),
+    (3072, 1024, 512, 6, 5),
 ]
-"""dim, inner size, the shared expert's, experts, choices. On Hopper sizes of multiples of 256 are copied in boxes."""
+"""dim, inner size, the shared expert's, experts, choices. On Hopper sizes of multiples of 256 are copied in boxes; a
+single row of the last ones is multiplied in parts of K."""
 
 
 @pytest.mark.parametrize("sizes", MOE, ids=str)
@@ -245,9 +247,10 @@ def test_moe(device: Device, kind: str, sizes: tuple[int, int, int, int, int]) -
 
 @pytest.mark.parametrize("up_first", [False, True])
 @pytest.mark.parametrize("scales_first", [False, True])
-def test_moe_wherever_gate_and_up_lie(device: Device, up_first: bool, scales_first: bool) -> None:
+@pytest.mark.parametrize("m", [1, 9])
+def test_moe_wherever_gate_and_up_lie(device: Device, m: int, up_first: bool, scales_first: bool) -> None:
     """One copy brings rows of both, those first that lie lower in memory; their scales may lie the other way."""
-    dim, inner, experts, m = 512, 256, 4, 9
+    dim, inner, experts = 1024, 256, 4
     rng = np.random.default_rng(5)
     shapes = [(experts, inner, dim), (experts, inner, dim), (experts, dim, inner)]
     made = [device.weight("int4", i, *shape) for i, shape in enumerate(shapes)]
@@ -273,6 +276,7 @@ def test_moe_wherever_gate_and_up_lie(device: Device, up_first: bool, scales_fir
 
 ROUTED = [
     (1024, 96, 96, 40, 4, 1, 1),
+    (2048, 1024, 512, 30, 8, 1, 1),
     (2048, 128, 0, 300, 8, 1, 1),
     (3072, 32, 32, 24, 3, 6, 2),
     (200, 104, 72, 20, 4, 1, 1),

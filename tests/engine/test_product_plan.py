@@ -13,6 +13,7 @@ from engine.library import library
 HOPPER, BLACKWELL = 232448, 101376  # bytes of shared memory a block may have on sm_90 and sm_120
 STATIC = 16384  # of moe's kernels, at most
 BOX_STATIC = {1: 7168, 0: 20480}  # of those for Hopper, staged or not
+ROW_STATIC = 2560
 PRODUCTS = [
     ("linear", False),
     ("linear", True),
@@ -151,6 +152,56 @@ def test_every_item_in_boxes_is_one_groups(blocks: int, groups: int) -> None:
         own = np.bincount(np.arange(shared) % blocks, minlength=blocks)
         work = 16 * sizes.reshape(blocks, groups).sum(1) + own * weight
         assert work.max() <= max(work.mean(), (own * weight).max()) + weight + 32
+
+
+def row_plan(down: bool, int4: bool, *sizes: int, hopper: bool = True, shared: int = HOPPER) -> list[int]:
+    """k, shared_k, n, shared_n, top_k: the shape and the blocks' shares; nothing if another kernel serves."""
+    return [int(n) for n in library("cpu").row_plan(down, int4, *sizes, hopper, shared)]
+
+
+@pytest.mark.parametrize("down", [False, True])
+@pytest.mark.parametrize("int4", [False, True])
+def test_one_row_of_the_experts_fits_and_has_a_place_for_every_tile(down: bool, int4: bool) -> None:
+    """Two blocks a multiprocessor; parts of K begin at boxes; a block's tiles are of two experts at most."""
+    served = 0
+    for k in (256, 512, 1024, 2048, 3072, 7168, 8192):
+        for n, shared_n, top_k in [
+            (2048, 2048, 8),
+            (7168, 7168, 8),
+            (2048, 0, 8),
+            (256, 512, 1),
+            (1000, 24, 16),
+            (7168, 0, 16),
+        ]:
+            found = row_plan(down, int4, k, k, n, shared_n, top_k)
+            if not found:
+                continue
+            served += 1
+            warps, depth, early, blocks, bytes_, places = found[:6]
+            own, firsts = found[6 : 6 + blocks], found[6 + blocks :]
+            each, begins = 16 if down else 8, library("cpu").product_segments(k, 128 if int4 else 32, 1)
+            tiles = -(-n // each)
+            assert 1 <= early <= depth
+            assert down or warps >= 8, "a warp norms a segment"
+            assert blocks == 264
+            assert (bytes_ + ROW_STATIC + 1024) * 2 <= HOPPER + 1024
+            assert bytes_ >= warps * depth * 2 * (2048 + 256) + places * 512 + (3 if down else 1) * 2 * k
+            assert sum(own) == -(-shared_n // each)
+            assert (firsts[0], firsts[-1]) == (0, top_k * tiles)
+            for around, (first, end) in zip(own, pairwise(firsts), strict=True):
+                assert 0 <= end - first <= tiles
+                assert around + end - first <= places <= 40
+            assert all(begins[part * 2] % (2 * (128 if int4 else 32)) == 0 for part in range(4))
+            assert all(library("cpu").product_segments(k, 32, 1)[part] % 64 == 0 for part in range(8))
+    assert served >= 5
+    assert row_plan(
+        down, int4, 2048 if down else 7168, 2048 if down else 7168, 7168 if down else 2048, 7168 if down else 2048, 8
+    )
+    for unserved in (row_plan(down, int4, 768, 768, 256, 256, 8), row_plan(down, int4, 1024, 256, 256, 256, 8)):
+        assert not unserved, "parts that do not begin at boxes"
+    assert not row_plan(down, int4, 2048, 2048, 65536, 2048, 8), "more tiles than places"
+    assert not row_plan(down, int4, 2048, 2048, 2048, 2048, 8, hopper=False)
+    assert not row_plan(down, int4, 2048, 2048, 2048, 2048, 8, shared=BLACKWELL)
 
 
 def test_the_router_in_one_launch() -> None:

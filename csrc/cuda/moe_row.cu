@@ -1,0 +1,42 @@
+// Launches of moe_row.cuh.
+#include "backend.h"
+#include "moe_row.cuh"
+#include "moe_scratch.h"
+
+namespace kdtree {
+namespace {
+
+using namespace cuda;
+
+template <bool DOWN>
+const auto kKernel = &row_moe_kernel<RowMoeShape<DOWN, stream::row_variant(DOWN).warps, stream::row_variant(DOWN).depth, stream::row_variant(DOWN).early>>;
+
+const void* kernel_of(bool down) { return reinterpret_cast<const void*>(down ? kKernel<true> : kKernel<false>); }
+
+}  // namespace
+
+stream::RowLaunch CudaBackend::plan_row(const char* name, const MoeArgs& a, bool down) {
+  if (a.max_rows != 1 || choose_boxes(a, down) < 0) return {};
+  const bool bf16 = a.gate.kind != WeightKind::kInt4;
+  const int k = down ? a.down.k : a.dim, n = down ? a.down.n : a.gate.n, shared_n = down ? a.shared_down.n : a.shared_gate.n;
+  const stream::RowLaunch plan = stream::plan_row(device_shape_, stream::row_variant(down), down, k, down && shared_n > 0 ? a.shared_down.k : k, n, shared_n, a.top_k, bf16);
+  if (plan.tiles == 0) return {};
+  const int resident = resident_clusters(kernel_of(down), name, 1, stream::box_threads(stream::row_variant(down).warps), plan.shared);
+  return resident < plan.blocks ? stream::RowLaunch{} : plan;
+}
+
+bool CudaBackend::rows_together(const MoeArgs& a) {
+  return a.phase == MoePhase::kBoth && a.gathered == nullptr && moe_streams(a) && plan_row("experts", a, false).tiles > 0 && plan_row("experts", a, true).tiles > 0;
+}
+
+void CudaBackend::launch_row(const char* name, const MoeArgs& a, bool down, const stream::RowLaunch& plan, bool routed, const RouterArgs* choice, const StreamMoeParams& p) {
+  RowMoeParams all{box_params(a, down, stream::kRowWide, routed, p), plan.tiles, stream::shared_weight(1, p.shared_k, p.k, p.bf16), nullptr, 0, !down && choice != nullptr, {}};
+  if (all.chooses) all.choice = {*choice, MoeScratch(a.scratch, a.max_rows, a.top_k, a.down.k, a.dim, a.gate.e).parts};
+  if (rows_together(a)) {  // then down waits for the choice and the shared expert's acts alone, until it is at the others'
+    all.tickets = tickets_ + 1;
+    all.before = (a.shared_gate.n + stream::moe_outputs(false) - 1) / stream::moe_outputs(false) + (choice != nullptr ? 1 : 0);
+  }
+  launch(name, down ? kKernel<true> : kKernel<false>, dim3(static_cast<unsigned>(plan.blocks)), stream::box_threads(stream::row_variant(down).warps), plan.shared, all);
+}
+
+}  // namespace kdtree

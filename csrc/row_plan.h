@@ -1,0 +1,62 @@
+// Which shape the experts' kernels of Hopper have for one row (cuda/moe_row.cuh): a pure function of sizes and device, no CUDA in it.
+//
+// Guarantees: a shape that is chosen fits the device and these sizes. No bit depends on the choice, nor on whether one is found.
+#pragma once
+#include "box_plan.h"
+
+namespace kdtree {
+namespace stream {
+
+// A warp's ring has `depth` slots of two boxes. early: slots that are asked for before the row stands in shared memory.
+struct RowVariant {
+  int warps, depth, early;
+};
+
+constexpr int kRowWide = 2;                         // boxes of a slot
+constexpr int kRowParts = 4, kRowSharedParts = 8;   // of a tile's K that warps take, of an expert's and of the shared expert's
+constexpr int kRowNormed = 7168;                    // gate and up: values of the row that registers have room for
+constexpr int kRowTiles = 40;                       // of a block, at most
+constexpr int kRowExperts = 448;                    // of which gate and up choose: the router's sums have room where two warps' rings will be
+constexpr int kRowActs = 3;                         // of down: the shared expert's and two experts', which is as far as a block's tiles reach
+constexpr int kRowTileSums = kSegments * kTileRows * 4;
+constexpr size_t kRowStatic = 2560;                 // static shared memory of a kernel, at most
+
+constexpr RowVariant row_variant(bool down) { return down ? RowVariant{9, 2, 2} : RowVariant{9, 2, 1}; }  // measured in docs/kernels.md
+
+// The most tiles that a block has, the shared expert's and the others (first_box_item).
+constexpr int row_tiles(int count, int shared, int weight, int blocks) {
+  int most = 0;
+  for (int b = 0, first = 0; b < blocks; ++b) {
+    const int end = first_box_item(count, shared, weight, blocks, b + 1), own = shared_items(shared, blocks, b) + end - first;
+    most = own > most ? own : most, first = end;
+  }
+  return most;
+}
+constexpr size_t row_staged(bool down, int k, int shared_k) {
+  return static_cast<size_t>(down ? kRowActs : 1) * static_cast<size_t>(staged_stride(k > shared_k ? k : shared_k));
+}
+constexpr size_t row_shared(const RowVariant& v, bool down, int k, int shared_k, int tiles) {
+  return kBoxAlign + box_ring(v.warps, kRowWide, v.depth, 1) + static_cast<size_t>(tiles * kRowTileSums) + row_staged(down, k, shared_k);
+}
+// Whether every block of gate and up chooses for itself, so that no block of the router's launch has to wait for the others.
+constexpr bool row_chooses(const RowVariant& v, int experts, int n_group) {
+  const int room = 2 * v.depth * kRowWide * kBoxBytes;
+  return n_group == 1 && experts <= kRowExperts && kSegments * experts * 4 <= room && experts % 4 == 0;
+}
+// Of a launch: blocks, two a multiprocessor; tiles of a block at most, 0: the kernels do not serve it; and bytes of shared memory.
+struct RowLaunch {
+  int blocks = 0, tiles = 0;
+  size_t shared = 0;
+};
+// n, shared_n: outputs. Parts of K begin at boxes; of gate and up a warp norms a segment.
+constexpr RowLaunch plan_row(const Device& device, const RowVariant& v, bool down, int k, int shared_k, int n, int shared_n, int top_k, bool bf16) {
+  if (!serves_boxes(device, k, shared_k) || k % (kBoxK * kRowParts) != 0 || shared_k % (kBoxK * 2) != 0 || (!down && k > kRowNormed)) return {};
+  const int blocks = 2 * device.multiprocessors, each = moe_outputs(down), tiles = (n + each - 1) / each, shared_tiles = (shared_n + each - 1) / each;
+  const int most = row_tiles(top_k * tiles, shared_tiles, shared_weight(1, shared_k, k, bf16), blocks);
+  const size_t bytes = row_shared(v, down, k, shared_k, most);
+  if (most > kRowTiles || most > tiles || (bytes + kRowStatic + 1024) * 2 > device.shared + 1024) return {};
+  return {blocks, most, bytes};
+}
+
+}  // namespace stream
+}  // namespace kdtree
