@@ -148,6 +148,8 @@ class CudaBackend final : public Backend {
   bool gate_up_stream(const MoeArgs& a, bool routed);
   bool down_stream(const MoeArgs& a);
   int choose_boxes(const MoeArgs& a, bool down) const;  // the shape of box_plan.h that serves, or -1
+  bool tiles_serve(const MoeArgs& a, bool down) const;  // moe_tiles.cuh does, as tile_plan.h says
+  void launch_tiles(const char* name, const MoeArgs& a, bool down, const cuda::StreamMoeParams& p);
   void launch_boxes(const char* name, const MoeArgs& a, bool down, int variant, bool routed, const cuda::StreamMoeParams& p);
   void put_side_by_side(const UnshardArgs& a, bool ordered);  // ordered: the first part in the order in which int4 is multiplied (stream.cuh)
 

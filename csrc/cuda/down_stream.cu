@@ -66,7 +66,9 @@ bool CudaBackend::down_stream(const MoeArgs& a) {
     launch("experts_order", order_kernel, dim3(a.max_rows * a.top_k), kOrderThreads, 0, o);
   }
   const char* const name = int4 ? "experts_int4_bf16_down" : "experts_bf16_down";
-  if (const int in_boxes = choose_boxes(a, true); in_boxes >= 0) {
+  if (tiles_serve(a, true)) {
+    launch_tiles(name, a, true, p);
+  } else if (const int in_boxes = choose_boxes(a, true); in_boxes >= 0) {
     launch_boxes(name, a, true, in_boxes, false, p);
   } else {
     const int blocks = resident_clusters(reinterpret_cast<const void*>(&stream_moe_kernel<true>), name, 1, kMoeThreads, stream::kMoeShared);

@@ -25,7 +25,8 @@ bool CudaBackend::moe_streams(const MoeArgs& a) const {
 
 bool CudaBackend::gate_up_stream(const MoeArgs& a, bool routed) {
   if (!moe_streams(a)) return false;
-  const int in_boxes = choose_boxes(a, false);
+  const bool in_tiles = tiles_serve(a, false);
+  const int in_boxes = in_tiles ? -1 : choose_boxes(a, false);
   const bool staged = in_boxes >= 0 && stream::kGateUpBoxes[in_boxes].staged;
   const bool int4 = a.gate.kind == WeightKind::kInt4;
   const MoeScratch scratch(a.scratch, a.max_rows, a.top_k, a.down.k, a.dim, a.gate.e);
@@ -42,7 +43,9 @@ bool CudaBackend::gate_up_stream(const MoeArgs& a, bool routed) {
     norm_rows("experts_norm", scratch.normed, p.row_stride, a.x, a.dim, a.dim, a.norm_w, a.eps, stream::unit_of(WeightKind::kInt4), a.max_rows, a.n_rows);
   }
   const char* const name = int4 ? "experts_int4_bf16" : "experts_bf16";
-  if (in_boxes >= 0) {
+  if (in_tiles) {
+    launch_tiles(name, a, false, p);
+  } else if (in_boxes >= 0) {
     launch_boxes(name, a, false, in_boxes, routed, p);
   } else {
     const int blocks = resident_clusters(reinterpret_cast<const void*>(&stream_moe_kernel<false>), name, 1, kMoeThreads, stream::kMoeShared);
