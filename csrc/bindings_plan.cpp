@@ -1,6 +1,6 @@
 // torch.ops.kdtree: what stream_plan.h decides, on any machine and for any device's sizes, for tests.
 #include "bindings.h"
-#include "box_plan.h"
+#include "tile_plan.h"
 
 namespace kdtree {
 namespace {
@@ -125,6 +125,36 @@ std::vector<int64_t> box_work(int64_t blocks, int64_t groups, int64_t shared, in
   return found;
 }
 
+// Whether the experts of Hopper go through K in tiles together, and in which shape: depth span resident, then bytes of shared memory a block; or nothing.
+std::vector<int64_t> tile_plan(int64_t k, int64_t n, bool down, int64_t shared_k, int64_t rows, int64_t shared) {
+  const stream::Device device{true, 132, static_cast<size_t>(shared), true};
+  if (!stream::serves_tiles(device, as_int(k, "k"), as_int(n, "n"), stream::moe_outputs(down), as_int(shared_k, "shared_k"), as_int(rows, "rows"))) return {};
+  return {stream::kTiles.depth, stream::kTiles.span, stream::kTiles.resident, static_cast<int64_t>(stream::tile_shared(stream::kTiles))};
+}
+
+// The units of a launch: for every unit five numbers, the block, the expert (a place in `turns`), the first tile, the turn and the count of tiles.
+std::vector<int64_t> tile_work(int64_t blocks, int64_t tiles, int64_t shared, int64_t weight, std::vector<int64_t> turns) {
+  need(blocks > 0, "blocks", "is not positive");
+  const int each = as_int(tiles, "tiles"), in_blocks = as_int(blocks, "blocks"), around = as_int(shared, "shared"), w = as_int(weight, "weight");
+  std::vector<int> first{0}, slot;
+  for (size_t i = 0; i < turns.size(); ++i) {
+    first.push_back(first.back() + as_int(turns[i], "turns"));
+    slot.resize(static_cast<size_t>(first.back()), static_cast<int>(i));
+  }
+  std::vector<int64_t> work;
+  for (int b = 0; b < in_blocks; ++b) {
+    const int count = first.back() * each, end = stream::first_box_item(count, around, w, in_blocks, b + 1);
+    for (int at = stream::first_box_item(count, around, w, in_blocks, b); at < end;) {
+      const int expert = slot[static_cast<size_t>(at / each)], begin = first[static_cast<size_t>(expert)];
+      const stream::TileUnit unit = stream::tile_unit(at - begin * each, each, first[static_cast<size_t>(expert) + 1] - begin, end - at);
+      need(unit.count > 0, "unit", "is empty");
+      work.insert(work.end(), {b, expert, unit.tile, unit.turn, unit.count});
+      at += unit.count;
+    }
+  }
+  return work;
+}
+
 int64_t weight_byte(int64_t first, int64_t row, int64_t groups, int64_t group, int64_t bytes) {
   need(first >= 0, "first", "is negative");
   return static_cast<int64_t>(stream::byte_at(static_cast<size_t>(first), as_int(row, "row"), as_int(groups, "groups"),
@@ -138,6 +168,8 @@ KDTREE_LIBRARY_FRAGMENT(KDTREE_LIBRARY, m) {
   m.def("product_plan(str product, bool int4, int k, int rows, bool paired, bool clusters, int shared) -> str");
   m.def("expert_work(int blocks, int groups, int tiles, int shared_tiles, int shared_turns, int shared_k, int[] turns, int k, bool bf16) -> int[]");
   m.def("box_work(int blocks, int groups, int shared, int weight, int count) -> int[]");
+  m.def("tile_plan(int k, int n, bool down, int shared_k, int rows, int shared) -> int[]");
+  m.def("tile_work(int blocks, int tiles, int shared, int weight, int[] turns) -> int[]");
   m.def("product_segments(int k, int granule, int cluster) -> int[]");
   m.def("linear_box_plan(bool int4, int k, int rows, int outputs, bool paired, bool normed, bool hopper, int shared) -> int[]");
   m.def("weight_byte(int first, int row, int groups, int group, int bytes) -> int");
@@ -147,6 +179,8 @@ KDTREE_LIBRARY_IMPL(KDTREE_LIBRARY, m) {
   m.impl("product_plan", kdtree::boxed<kdtree::product_plan>);
   m.impl("expert_work", kdtree::boxed<kdtree::expert_work>);
   m.impl("box_work", kdtree::boxed<kdtree::box_work>);
+  m.impl("tile_plan", kdtree::boxed<kdtree::tile_plan>);
+  m.impl("tile_work", kdtree::boxed<kdtree::tile_work>);
   m.impl("product_segments", kdtree::boxed<kdtree::product_segments>);
   m.impl("linear_box_plan", kdtree::boxed<kdtree::linear_box_plan>);
   m.impl("weight_byte", kdtree::boxed<kdtree::weight_byte>);
