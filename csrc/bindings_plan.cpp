@@ -132,27 +132,24 @@ std::vector<int64_t> tile_plan(int64_t k, int64_t n, bool down, int64_t shared_k
   return {stream::kTiles.depth, stream::kTiles.span, stream::kTiles.resident, static_cast<int64_t>(stream::tile_shared(stream::kTiles))};
 }
 
-// The units of a launch: for every unit five numbers, the block, the expert (a place in `turns`), the first tile, the turn and the count of tiles.
-std::vector<int64_t> tile_work(int64_t blocks, int64_t tiles, int64_t shared, int64_t weight, std::vector<int64_t> turns) {
+// The units of a launch in the order in which blocks take them: for every unit four numbers, the expert (a place in `turns`, the turns that its
+// rows take), the first tile, the turn and the count of tiles.
+std::vector<int64_t> tile_work(int64_t blocks, int64_t tiles, std::vector<int64_t> turns) {
   need(blocks > 0, "blocks", "is not positive");
-  const int each = as_int(tiles, "tiles"), in_blocks = as_int(blocks, "blocks"), around = as_int(shared, "shared"), w = as_int(weight, "weight");
+  const int each = as_int(tiles, "tiles"), in_blocks = as_int(blocks, "blocks");
   std::vector<int> first{0}, slot;
   for (size_t i = 0; i < turns.size(); ++i) {
     first.push_back(first.back() + as_int(turns[i], "turns"));
     slot.resize(static_cast<size_t>(first.back()), static_cast<int>(i));
   }
   std::vector<int64_t> work;
-  for (int b = 0; b < in_blocks; ++b) {
-    const int count = first.back() * each, end = stream::first_box_item(count, around, w, in_blocks, b + 1);
-    for (int at = stream::first_box_item(count, around, w, in_blocks, b); at < end;) {
-      const int expert = slot[static_cast<size_t>(at / each)], begin = first[static_cast<size_t>(expert)];
-      const stream::TileUnit unit = stream::tile_unit(at - begin * each, each, first[static_cast<size_t>(expert) + 1] - begin, end - at);
-      need(unit.count > 0, "unit", "is empty");
-      work.insert(work.end(), {b, expert, unit.tile, unit.turn, unit.count});
-      at += unit.count;
-    }
+  for (int taken = 0;; ++taken) {
+    const stream::TileUnit unit = stream::tile_unit(taken, first.back() * each, in_blocks);
+    if (unit.item >= first.back() * each) return work;
+    const size_t expert = static_cast<size_t>(slot[static_cast<size_t>(unit.item / each)]);
+    const stream::ItemPlace place = stream::tile_item(unit.item - first[expert] * each, first[expert + 1] - first[expert]);
+    work.insert(work.end(), {static_cast<int64_t>(expert), place.tile, place.turn, unit.count});
   }
-  return work;
 }
 
 int64_t weight_byte(int64_t first, int64_t row, int64_t groups, int64_t group, int64_t bytes) {
@@ -169,7 +166,7 @@ KDTREE_LIBRARY_FRAGMENT(KDTREE_LIBRARY, m) {
   m.def("expert_work(int blocks, int groups, int tiles, int shared_tiles, int shared_turns, int shared_k, int[] turns, int k, bool bf16) -> int[]");
   m.def("box_work(int blocks, int groups, int shared, int weight, int count) -> int[]");
   m.def("tile_plan(int k, int n, bool down, int shared_k, int rows, int shared) -> int[]");
-  m.def("tile_work(int blocks, int tiles, int shared, int weight, int[] turns) -> int[]");
+  m.def("tile_work(int blocks, int tiles, int[] turns) -> int[]");
   m.def("product_segments(int k, int granule, int cluster) -> int[]");
   m.def("linear_box_plan(bool int4, int k, int rows, int outputs, bool paired, bool normed, bool hopper, int shared) -> int[]");
   m.def("weight_byte(int first, int row, int groups, int group, int bytes) -> int");

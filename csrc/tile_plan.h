@@ -1,8 +1,8 @@
 // Whether and how the warps of a block go through K together for the experts of Hopper (cuda/moe_tiles.cuh): pure functions of sizes and
 // device, no CUDA in them.
 //
-// Guarantees: every tile of an expert is in one unit for each turn of its rows. No bit depends on how units are cut, nor on whether this
-// kernel serves: those of moe_boxes.cuh and moe_stream.cuh add in the same order.
+// Guarantees: every tile of an expert is in one unit for each turn of its rows. No bit depends on how units are cut or on who takes them, nor
+// on whether this kernel serves: those of moe_boxes.cuh and moe_stream.cuh add in the same order.
 #pragma once
 #include "box_plan.h"
 
@@ -14,42 +14,44 @@ struct TileShape {
   int depth, span, resident;
 };
 
-constexpr int kTileWarps = kSegments;                                  // the shared expert's segments are a warp's each
-constexpr int kTileRow = kBoxK * 2 + 64;                               // bytes from a row's activations of a stage to the next one's: two rows lie in all banks
-constexpr int kTileRun = kColumns * kTileRow;
+constexpr int kTileWarps = kSegments;                       // the shared expert's segments are a warp's each
+constexpr int kHalfTiles = kTileWarps / 2;                  // of a unit whose K two warps share
+constexpr int kTileRow = kBoxK * 2 + 64;                    // bytes from a row's activations of a stage to the next one's: two rows lie in all banks
+constexpr int kTileRun = kColumns * kTileRow;               // and of all rows; a stage has two, for halves of K
 constexpr int kTileStage = kTileWarps * kBoxBytes;
-constexpr int kTileTurn = 4 * kColumns;                                // rows of the shared expert at a time
-constexpr int kSharedStage = kSegments * 64;                           // of K a stage of the shared expert: 128 bytes of each segment
-constexpr size_t kTileStatic = 15 << 10;                               // static shared memory of a kernel, at most
-constexpr TileShape kTiles{4, 2, 2};                                   // measured in docs/kernels.md
+constexpr int kHalfSums = kSegments / 2 * kTileRows * kColumns * 4;  // bytes of the sums of a tile's second half of K
+constexpr int kTileTurn = 4 * kColumns;                     // rows of the shared expert at a time
+constexpr int kSharedStage = kSegments * 64;                // of K a stage of the shared expert: 128 bytes of each segment
+constexpr size_t kTileStatic = 15 << 10;                    // static shared memory of a kernel, at most
+constexpr TileShape kTiles{3, 2, 2};                        // measured in docs/kernels.md
 
 // Pieces of scales: one is asked for when at most depth stages are in use.
 constexpr int tile_pieces(const TileShape& v) { return (v.depth - 1 + v.span - 1) / v.span + 1; }
 constexpr int tile_piece(const TileShape& v) { return kTileWarps * kTileRows * v.span * 16; }
 constexpr size_t tile_shared(const TileShape& v) {
-  return kBoxAlign + static_cast<size_t>(v.depth) * (kTileStage + kTileRun) + static_cast<size_t>(tile_pieces(v)) * tile_piece(v);
+  return kBoxAlign + static_cast<size_t>(v.depth) * (kTileStage + 2 * kTileRun) + static_cast<size_t>(tile_pieces(v)) * tile_piece(v) + kHalfTiles * kHalfSums;
 }
 
 // Whether it serves int4 experts of n weight rows of k values, of which a tile has `outputs`; shared_k 0: there is no shared expert.
 constexpr bool serves_tiles(const Device& device, int k, int n, int outputs, int shared_k, int rows) {
-  return device.wgmma && rows > kOwnNorm && k > 0 && k % (kBoxK * kTiles.span) == 0 && n % (kTileWarps * outputs) == 0 && shared_k % kSharedStage == 0 &&
-         (tile_shared(kTiles) + kTileStatic + 1024) * kTiles.resident <= device.shared + 1024;
+  return device.wgmma && rows > kOwnNorm && rows <= moe_rows(false) && k > 0 && k % (2 * kBoxK * kTiles.span) == 0 && n % (kTileWarps * outputs) == 0 &&
+         shared_k % kSharedStage == 0 && (tile_shared(kTiles) + kTileStatic + 1024) * kTiles.resident <= device.shared + 1024;
 }
 
-// A tile of the shared expert costs what its bytes do, in sixteenths of an int4 tile.
-KDTREE_BOTH constexpr int shared_tile_weight(int shared_turns, int shared_k, int k) { return shared_turns * 57 * (shared_k / kBoxK) / (k / kBoxK); }
-
-// The unit at item `own` of an expert with so many tiles, a multiple of kTileWarps, and turns, of a block that has `left` items from there on:
-// items of one turn, of neighbouring tiles. Of several turns the same kTileWarps tiles follow each other, since their weights come from near then.
-// Where a few would be left alone they are taken with half of the warps' number before.
+// Items are tiles of an expert for one turn of its rows; of several turns the same kTileWarps tiles follow each other, since their weights come
+// from near then. Blocks take units of kTileWarps items, and of the last ones, about one a block, halves, for all to end at the same time.
 struct TileUnit {
-  int tile, turn, count;
+  int item, count;
 };
-KDTREE_BOTH constexpr TileUnit tile_unit(int own, int tiles, int turns, int left) {
-  const int group = turns == 1 ? 0 : own / (kTileWarps * turns), within = own - group * (kTileWarps * turns);
-  const int turn = turns == 1 ? 0 : within / kTileWarps, tile = turns == 1 ? own : group * kTileWarps + within % kTileWarps;
-  const int same = turns == 1 ? tiles - own : kTileWarps - within % kTileWarps, most = same < left ? same : left;
-  return {tile, turn, most <= kTileWarps ? most : most >= 2 * kTileWarps ? kTileWarps : (most + 1) / 2};
+KDTREE_BOTH constexpr TileUnit tile_unit(int taken, int items, int blocks) {
+  const int all = items / kTileWarps, whole = all > blocks ? all - blocks : 0;
+  return taken < whole ? TileUnit{taken * kTileWarps, kTileWarps} : TileUnit{whole * kTileWarps + (taken - whole) * kHalfTiles, kHalfTiles};
+}
+// Item `own` of an expert with so many turns.
+KDTREE_BOTH constexpr ItemPlace tile_item(int own, int turns) {
+  if (turns == 1) return {own, 0};
+  const int group = own / (kTileWarps * turns), within = own - group * (kTileWarps * turns);
+  return {group * kTileWarps + within % kTileWarps, within / kTileWarps};
 }
 
 }  // namespace stream

@@ -186,7 +186,7 @@ class CudaBackend final : public Backend {
   char* staging_ = nullptr;  // pinned, for small downloads
   void* exchange_ = nullptr;      // where wgmma_: stream::wide_exchange bytes, for linear_wide
   unsigned* arrivals_ = nullptr;  // and a counter for each warpgroup of its groups
-  cuda::Tickets* tickets_ = nullptr;  // of the router, then of down: where blocks of a launch meet
+  cuda::Tickets* tickets_ = nullptr;  // of the router and of down, where blocks of a launch meet, and of the experts' units
 
   bool graphs_on_ = true;
   bool capturing_ = false;

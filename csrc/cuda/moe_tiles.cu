@@ -32,10 +32,11 @@ void CudaBackend::launch_tiles(const char* name, const MoeArgs& a, bool down, co
   }
   q.up_first = p.data[1] < p.data[0], q.shared_up_first = p.shared[1] < p.shared[0];
   q.scales_differ = q.up_first != (p.scale[1] < p.scale[0]);
+  q.tickets = tickets_ + 2;
   const auto kernel = down ? &tile_moe_kernel<TileMoeShape<true, V.depth, V.span, V.resident>> : &tile_moe_kernel<TileMoeShape<false, V.depth, V.span, V.resident>>;
   const size_t shared = stream::tile_shared(V);
   const int blocks = resident_clusters(reinterpret_cast<const void*>(kernel), name, 1, kTileMoeThreads, shared);
-  launch(name, kernel, dim3(blocks, (a.max_rows + stream::moe_rows(false) - 1) / stream::moe_rows(false)), kTileMoeThreads, shared, q);
+  launch(name, kernel, dim3(blocks), kTileMoeThreads, shared, q);
 }
 
 }  // namespace kdtree

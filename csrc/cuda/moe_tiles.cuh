@@ -1,13 +1,15 @@
 // The int4 experts of three rows and more on Hopper: moe_boxes.cuh's products, in every bit, where the warps of a block go through K together.
 //
-// A unit is up to eight neighbouring tiles of an expert for one turn of its rows, a tile a warp. A stage of the block's ring is 256 of K of all
-// of them: one copy of 128 weight rows x 128 bytes, and the unit's rows of activations, which all warps read from there. Scales come a few
-// stages at a time. A tile of the shared expert is a unit whose K the warps share, a segment each: they meet in the ring's last stage.
-// One thread asks for everything; a warp more finds the routes.
+// A unit is eight neighbouring tiles of an expert for one turn of its rows, a tile a warp. A stage of the block's ring is 256 of K of all of
+// them: one copy of 128 weight rows x 128 bytes, and the rows of activations, which all warps read from there. Scales come a few stages at a
+// time. The last units are of four tiles, of which two warps share K, half each. A tile of the shared expert is a unit whose K all warps
+// share, a segment each: they meet in the ring's last stage. Blocks take units as they come, from a counter, since equal shares ended up to a
+// fifth apart. One thread asks for everything; a warp more finds the routes.
 #pragma once
 #include "../tile_plan.h"
 #include "box_copy.cuh"
 #include "moe_items.cuh"
+#include "tickets.cuh"
 
 namespace kdtree {
 namespace cuda {
@@ -19,19 +21,22 @@ struct TileMoeParams {
   StreamMoeParams p;
   bool up_first, shared_up_first;
   bool scales_differ;  // the scales' tensors lie in the other order
+  Tickets* tickets;    // of the units
 };
 
+constexpr int kAhead = 3;  // stages before a unit's last that the next one is asked for
 constexpr int kTileMoeThreads = (stream::kTileWarps + 2) * kWarp;  // beside those that multiply one that copies and one that finds the routes
 
 template <bool DOWN_, int DEPTH_, int SPAN_, int RESIDENT_>
 struct TileMoeShape {
   static constexpr bool DOWN = DOWN_;
   static constexpr int DEPTH = DEPTH_, SPAN = SPAN_, RESIDENT = RESIDENT_;
-  static constexpr int OUTPUTS = stream::moe_outputs(DOWN), ROWS = stream::moe_rows(false);
+  static constexpr int OUTPUTS = stream::moe_outputs(DOWN);
   static constexpr int LINE = SPAN * 16, PIECE = stream::tile_piece({DEPTH, SPAN, RESIDENT}), PIECES = stream::tile_pieces({DEPTH, SPAN, RESIDENT});
 };
 
-// What the warps multiply next: so many tiles, and the places of their columns, of which there are none of the shared expert; no tiles: all is done.
+// What the warps multiply next: so many tiles, and the places of their columns, of which there are none of the shared expert; no tiles: all is
+// done.
 struct TileWork {
   int tile, count, first, columns;
 };
@@ -55,21 +60,21 @@ __global__ __launch_bounds__(kTileMoeThreads, S::RESIDENT) void tile_moe_kernel(
 #else
   constexpr bool DOWN = S::DOWN;
   constexpr int WARPS = stream::kTileWarps, DEPTH = S::DEPTH, SPAN = S::SPAN, OUTPUTS = S::OUTPUTS, WORKS = DEPTH + 2;
-  constexpr int STAGE = stream::kTileStage, RUN = stream::kTileRun;
+  constexpr int STAGE = stream::kTileStage, RUN = 2 * stream::kTileRun, HALVES = stream::kHalfTiles;
   const StreamMoeParams& p = q.p;
   extern __shared__ __align__(128) uint8_t dynamic[];
-  __shared__ Routes<S::ROWS * kMostTopK> routes;
+  __shared__ Routes<stream::moe_rows(false) * kMostTopK> routes;
   __shared__ uint64_t full[DEPTH], empty[DEPTH], routed;
   __shared__ TileWork works[WORKS];  // those asked for, each at least a stage, the one at hand and the end
   const uint32_t ring = (shared_address(dynamic) + stream::kBoxAlign - 1) / stream::kBoxAlign * stream::kBoxAlign;
-  const uint32_t runs = ring + DEPTH * STAGE, pieces = runs + DEPTH * RUN;
+  const uint32_t runs = ring + DEPTH * STAGE, pieces = runs + DEPTH * RUN, second = pieces + S::PIECES * S::PIECE;
   const uint32_t full_at = shared_address(full), empty_at = shared_address(empty), routed_at = shared_address(&routed);
   const int warp = __shfl_sync(kAll, threadIdx.x / kWarp, 0), lane = threadIdx.x % kWarp;
-  const int block = blockIdx.x, blocks = gridDim.x, m0 = blockIdx.y * S::ROWS;
+  const int block = blockIdx.x, blocks = gridDim.x;
   const int tiles = (p.n + OUTPUTS - 1) / OUTPUTS, shared_tiles = (p.shared_n + OUTPUTS - 1) / OUTPUTS;
   const int own_shared = stream::shared_items(shared_tiles, blocks, block);
   const int stages = p.k / stream::kBoxK, shared_stages = p.shared_k / stream::kSharedStage;
-  const auto live_rows = [&]() { return min(active_rows(p.n_rows, p.max_rows) - m0, S::ROWS); };
+  const auto live_rows = [&]() { return active_rows(p.n_rows, p.max_rows); };
 
   if (threadIdx.x == 0) {
     for (int i = 0; i < DEPTH; ++i) {
@@ -120,39 +125,48 @@ __global__ __launch_bounds__(kTileMoeThreads, S::RESIDENT) void tile_moe_kernel(
           for (int j = i > 0 ? 0 : early; j < shared_stages; ++j) shared_stage(tile, j);
         }
         barrier_wait(routed_at, 0);
-        const int weight = stream::shared_tile_weight(shared_turns, p.shared_k, p.k), count = routes.turn[routes.found] * tiles;
-        const int end = stream::first_box_item(count, shared_tiles, weight, blocks, block + 1);
-        for (int at = stream::first_box_item(count, shared_tiles, weight, blocks, block); at < end;) {
-          const int expert = routes.slot[at / tiles], first_turn = routes.turn[expert];
-          const stream::TileUnit unit = stream::tile_unit(at - first_turn * tiles, tiles, routes.turn[expert + 1] - first_turn, end - at);
-          const int first = routes.start[expert] + unit.turn * kColumns, columns = min(routes.start[expert + 1] - first, kColumns);
-          const int first_row = routes.expert[expert] * p.step + unit.tile * OUTPUTS;
-          begin({unit.tile, unit.count, first, columns});
-          at += unit.count;
-          for (int j = 0; j < stages; ++j) {
+        const int items = routes.turn[routes.found] * tiles;
+        for (int taken = block;;) {
+          const stream::TileUnit unit = stream::tile_unit(taken, items, blocks);
+          if (unit.item >= items) break;
+          const int expert = routes.slot[unit.item / tiles], first_turn = routes.turn[expert];
+          const stream::ItemPlace place = stream::tile_item(unit.item - first_turn * tiles, routes.turn[expert + 1] - first_turn);
+          const int first = routes.start[expert] + place.turn * kColumns, columns = min(routes.start[expert + 1] - first, kColumns);
+          const int first_row = routes.expert[expert] * p.step + place.tile * OUTPUTS;
+          const bool whole = unit.count == WARPS;
+          const int count = whole ? stages : stages / 2;
+          begin({place.tile, unit.count, first, columns});
+          for (int j = 0; j < count; ++j) {
+            if (j == max(count - kAhead, 0)) taken = next_unit(q.tickets, blocks);
             slot_free();
             const bool scaled = j % SPAN == 0;
             const uint32_t barrier = full_at + slot * 8, to = ring + slot * STAGE, scales = pieces + piece * S::PIECE;
-            barrier_expect(barrier, unit.count * (stream::kBoxBytes + (scaled ? kTileRows * S::LINE : 0)) + columns * (stream::kBoxK * 2));
-            if (unit.count == WARPS) {
+            barrier_expect(barrier, STAGE + (scaled ? S::PIECE : 0) + columns * (stream::kBoxK * 2) * (whole ? 1 : 2));
+            if (whole) {
               copy_box(to, &q.weights, j * 128, first_row, barrier);
               if (scaled) copy_box(scales, &q.scales, j * 16, first_row, barrier);
             } else {
 #pragma unroll 1
-              for (int t = 0; t < unit.count; ++t) {
-                copy_box(to + t * stream::kBoxBytes, &q.tile_weights, j * 128, first_row + t * OUTPUTS, barrier);
-                if (scaled) copy_box(scales + t * (kTileRows * S::LINE), &q.tile_scales, j * 16, first_row + t * OUTPUTS, barrier);
+              for (int t = 0; t < WARPS; ++t) {
+                const int row = first_row + t % HALVES * OUTPUTS, box = j + t / HALVES * count;
+                copy_box(to + t * stream::kBoxBytes, &q.tile_weights, box * 128, row, barrier);
+                if (scaled) copy_box(scales + t * (kTileRows * S::LINE), &q.tile_scales, box * 16, row, barrier);
               }
             }
 #pragma unroll 1
             for (int c = 0; c < columns; ++c) {
-              const int place = routes.place[first + c], row = DOWN ? m0 * p.top_k + place : m0 + place / p.top_k;
-              copy_run(runs + slot * RUN + c * stream::kTileRow, p.rows + static_cast<size_t>(row) * p.row_stride + j * stream::kBoxK, stream::kBoxK * 2, barrier);
+              const int place_of = routes.place[first + c], row = DOWN ? place_of : place_of / p.top_k;
+#pragma unroll 1
+              for (int half = 0; half < (whole ? 1 : 2); ++half) {
+                copy_run(runs + slot * RUN + half * stream::kTileRun + c * stream::kTileRow,
+                         p.rows + static_cast<size_t>(row) * p.row_stride + (j + half * count) * stream::kBoxK, stream::kBoxK * 2, barrier);
+              }
             }
             if (j % SPAN == SPAN - 1) piece = piece + 1 == S::PIECES ? 0 : piece + 1;
             advance();
           }
         }
+        leave_units(q.tickets, blocks);
         begin({});
         barrier_arrive(full_at + slot * 8);
       }
@@ -162,12 +176,12 @@ __global__ __launch_bounds__(kTileMoeThreads, S::RESIDENT) void tile_moe_kernel(
     const int rows = live_rows();
     if (!DOWN || rows <= 0) wait_for_previous();
     if (rows > 0) {
-      find_routes<kColumns, kWarp>(routes, p.ids + m0 * p.top_k, rows, p.top_k);
+      find_routes<kColumns, kWarp>(routes, p.ids, rows, p.top_k);
       barrier_arrive(routed_at);
       if (DOWN) wait_for_previous();
     }
   } else {
-    const int rows = live_rows();
+    const bool any = live_rows() > 0;
     wait_for_previous();
     int slot = 0, phase = 0, piece = 0;
     const auto free_slot = [&]() {
@@ -179,7 +193,7 @@ __global__ __launch_bounds__(kTileMoeThreads, S::RESIDENT) void tile_moe_kernel(
       if (c >= columns) return;
       if (!of_shared) low = __fmul_rn(low, 4.f), high = __fmul_rn(high, 4.f);
       const bool swap = !DOWN && (of_shared ? q.shared_up_first : q.up_first);
-      emit_column<DOWN>(p, m0, of_shared, of_shared ? first + c : routes.place[first + c], tile * OUTPUTS + lane / 4, swap ? high : low, swap ? low : high);
+      emit_column<DOWN>(p, 0, of_shared, of_shared ? first + c : routes.place[first + c], tile * OUTPUTS + lane / 4, swap ? high : low, swap ? low : high);
     };
     // A tile's segment of the shared expert for N tiles of columns; the warps' sums meet where the last stage's weights stood.
     const auto run_shared = [&](auto tiles_of, int tile, int first, int columns) {
@@ -189,19 +203,30 @@ __global__ __launch_bounds__(kTileMoeThreads, S::RESIDENT) void tile_moe_kernel(
       uint32_t from[N];  // rows of a step are fewer than 2^31 bytes
 #pragma unroll
       for (int nt = 0; nt < N; ++nt) {
-        const int row = m0 + first + min(nt * kColumns + lane / 4, columns - 1);
+        const int row = first + min(nt * kColumns + lane / 4, columns - 1);
         from[nt] = static_cast<uint32_t>(row) * stride;
       }
       float acc[N][4] = {};
       const uint32_t line = (lane >> 2) * 128 + ((lane & 3) ^ (lane >> 2)) * 16;  // 16 bytes of row lane/4's first unit; the second's at ^ 64
-#pragma unroll 1
-      for (int j = 0; j < shared_stages; ++j) {
-        uint4 x[N][2];
+      constexpr bool AHEAD = N == 1 || (N == 2 && !DOWN);  // activations are asked for a stage ahead, where registers are left
+      uint4 x[N][2];
+      const auto load = [&]() {
 #pragma unroll
         for (int nt = 0; nt < N; ++nt) {
 #pragma unroll
           for (int u = 0; u < 2; ++u) x[nt][u] = *reinterpret_cast<const uint4*>(base + from[nt] + u * 64);
           from[nt] += 128;
+        }
+      };
+      if (AHEAD) load();
+#pragma unroll 1
+      for (int j = 0; j < shared_stages; ++j) {
+        if (!AHEAD) load();
+        [[maybe_unused]] uint4 held[N][2];
+        if constexpr (AHEAD) {
+#pragma unroll
+          for (int nt = 0; nt < N; ++nt) held[nt][0] = x[nt][0], held[nt][1] = x[nt][1];
+          if (j + 1 < shared_stages) load();
         }
         barrier_wait(full_at + slot * 8, phase);
         const uint32_t at = ring + slot * STAGE + warp * stream::kBoxBytes;
@@ -211,7 +236,7 @@ __global__ __launch_bounds__(kTileMoeThreads, S::RESIDENT) void tile_moe_kernel(
           const uint32_t a[4] = {low.x, high.x, low.y, high.y}, b[4] = {low.z, high.z, low.w, high.w};
 #pragma unroll
           for (int nt = 0; nt < N; ++nt) {
-            const uint4 v = DOWN ? in_order(x[nt][u]) : x[nt][u];
+            const uint4 got = AHEAD ? held[nt][u] : x[nt][u], v = DOWN ? in_order(got) : got;
             multiply_add(acc[nt], a, v.x, v.y, acc[nt]);
             multiply_add(acc[nt], b, v.z, v.w, acc[nt]);
           }
@@ -243,33 +268,40 @@ __global__ __launch_bounds__(kTileMoeThreads, S::RESIDENT) void tile_moe_kernel(
       asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // the copy engine writes there next
       free_slot();
     };
-    // An expert's tile: up to four columns at the even places of a product, or up to eight.
+    // An expert's tile, or half of its K: up to four columns at the even places of a product, or up to eight.
     const auto run = [&](auto halved, const TileWork unit) {
       constexpr bool HALF = decltype(halved)::value;
       constexpr int VALUES = HALF ? 2 : 4;
-      const bool whole = !DOWN && unit.count == WARPS;
+      const bool shares = unit.count < WARPS, whole = !DOWN && !shares;
+      const int half = shares ? warp / HALVES : 0, tile = unit.tile + (shares ? warp % HALVES : warp), count = shares ? stages / 2 : stages;
       const uint32_t above = whole ? WARPS * 1024 : 1024;  // bytes to the eight rows below
       const uint32_t own = warp * (whole ? 1024 : 2048), matrix = own + (lane & 7) * 128 + ((lane & 8) ? above : 0) + ((lane >> 4) ^ (lane & 7)) * 16;
       const uint32_t line = warp * (whole ? 8 : 16) * S::LINE + (lane >> 2) * S::LINE, line_above = whole ? WARPS * 8 * S::LINE : 8 * S::LINE;
-      const uint32_t low_scales_at = line + (q.scales_differ ? line_above : 0), high_scales_at = line + (q.scales_differ ? 0 : line_above);
-      const uint32_t column = min(HALF ? lane / 8 : lane / 4, unit.columns - 1) * stream::kTileRow + lane % 4 * 16;
+      const bool differ = !DOWN && q.scales_differ;
+      const uint32_t low_scales_at = line + (differ ? line_above : 0), high_scales_at = line + (differ ? 0 : line_above);
+      const uint32_t column = half * stream::kTileRun + min(HALF ? lane / 8 : lane / 4, unit.columns - 1) * stream::kTileRow + lane % 4 * 16;
+      const uint32_t second_at = second + warp % HALVES * stream::kHalfSums + lane * 16;  // a segment of the second half is 512 bytes
       float acc[VALUES], total[VALUES];
 #pragma unroll
       for (int i = 0; i < VALUES; ++i) acc[i] = 0.f, total[i] = -0.f;  // -0 + s is s in every bit
-      const int units_of_k = p.k / kUnitK<WeightKind::kInt4>;
-      int at_unit = 0, segment = 0, segment_end = segment_begin(1, units_of_k);
+      const int units_of_k = p.k / kUnitK<WeightKind::kInt4>, last_segment = shares && half == 0 ? kSegments / 2 : kSegments;
+      int segment = half * (kSegments / 2), at_unit = segment_begin(segment, units_of_k), segment_end = segment_begin(segment + 1, units_of_k);
       const auto end_segments = [&]() {
 #pragma unroll 1
-        while (at_unit == segment_end && segment < kSegments) {
+        while (at_unit == segment_end && segment < last_segment) {
 #pragma unroll
-          for (int i = 0; i < VALUES; ++i) total[i] = __fadd_rn(total[i], acc[i]), acc[i] = 0.f;
+          for (int i = 0; i < VALUES; ++i) {
+            if (half == 0) total[i] = __fadd_rn(total[i], acc[i]);
+            else asm volatile("st.shared.f32 [%0], %1;" ::"r"(second_at + (segment - kSegments / 2) * 512 + i * 4), "f"(acc[i]) : "memory");
+            acc[i] = 0.f;
+          }
           ++segment;
           segment_end = segment_begin(segment + 1, units_of_k);
         }
       };
       end_segments();
 #pragma unroll 1
-      for (int j = 0; j < stages; ++j) {
+      for (int j = 0; j < count; ++j) {
         barrier_wait(full_at + slot * 8, phase);
         const uint32_t at = ring + slot * STAGE, scales = pieces + piece * S::PIECE + j % SPAN * 16, x_at = runs + slot * RUN + column;
         uint32_t words[4][4];  // rows 0-7 and 8-15 of one group, then of the next
@@ -299,29 +331,39 @@ __global__ __launch_bounds__(kTileMoeThreads, S::RESIDENT) void tile_moe_kernel(
         free_slot();
         if (j % SPAN == SPAN - 1) piece = piece + 1 == S::PIECES ? 0 : piece + 1;
       }
+      // The other half of K's segments follow, as the two warps meet; and the second one goes on when they have been read.
+      const auto meet = [&]() {
+        if (shares) asm volatile("bar.sync %0, %1;" ::"r"(2 + warp % HALVES), "n"(2 * kWarp) : "memory");
+      };
+      meet();
+      if (shares && half == 0) {
+#pragma unroll
+        for (int s = 0; s < kSegments / 2; ++s) {
+          const uint4 w = load_shared16(second_at + s * 512);
+          const float part[4] = {__uint_as_float(w.x), __uint_as_float(w.y), __uint_as_float(w.z), __uint_as_float(w.w)};
+#pragma unroll
+          for (int i = 0; i < VALUES; ++i) total[i] = __fadd_rn(total[i], part[i]);
+        }
+      }
+      meet();
+      if (half > 0) return;
       if constexpr (HALF) {
-        emit_at(unit.tile + warp, unit.first, lane % 4, unit.columns, false, total[0], total[1]);
+        emit_at(tile, unit.first, lane % 4, unit.columns, false, total[0], total[1]);
       } else {
-        emit_at(unit.tile + warp, unit.first, lane % 4 * 2, unit.columns, false, total[0], total[2]);
-        emit_at(unit.tile + warp, unit.first, lane % 4 * 2 + 1, unit.columns, false, total[1], total[3]);
+        emit_at(tile, unit.first, lane % 4 * 2, unit.columns, false, total[0], total[2]);
+        emit_at(tile, unit.first, lane % 4 * 2 + 1, unit.columns, false, total[1], total[3]);
       }
     };
 
-    for (int count = 0; rows > 0; ++count) {
+    for (int count = 0; any; ++count) {
       barrier_wait(full_at + slot * 8, phase);  // with its first stage a unit is known
       const TileWork unit = works[count % WORKS];
       if (unit.count == 0) break;
       if (unit.columns == 0) {
-        const int columns = min(rows - unit.first, stream::kTileTurn);
+        const int columns = min(live_rows() - unit.first, stream::kTileTurn);
         if (columns <= kColumns) run_shared(std::integral_constant<int, 1>{}, unit.tile, unit.first, columns);
+        else if (columns <= 2 * kColumns) run_shared(std::integral_constant<int, 2>{}, unit.tile, unit.first, columns);
         else run_shared(std::integral_constant<int, stream::kTileTurn / kColumns>{}, unit.tile, unit.first, columns);
-      } else if (warp >= unit.count) {  // fewer tiles than warps
-#pragma unroll 1
-        for (int j = 0; j < stages; ++j) {
-          barrier_wait(full_at + slot * 8, phase);
-          free_slot();
-          if (j % SPAN == SPAN - 1) piece = piece + 1 == S::PIECES ? 0 : piece + 1;
-        }
       } else {
         if (unit.columns <= kColumns / 2) run(std::true_type{}, unit);
         else run(std::false_type{}, unit);
