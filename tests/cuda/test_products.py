@@ -246,9 +246,10 @@ def test_moe(device: Device, kind: str, sizes: tuple[int, int, int, int, int]) -
 
 @pytest.mark.parametrize("up_first", [False, True])
 @pytest.mark.parametrize("scales_first", [False, True])
-def test_moe_wherever_gate_and_up_lie(device: Device, up_first: bool, scales_first: bool) -> None:
+@pytest.mark.parametrize("dim", [512, 1024])
+def test_moe_wherever_gate_and_up_lie(device: Device, dim: int, up_first: bool, scales_first: bool) -> None:
     """One copy brings rows of both, those first that lie lower in memory; their scales may lie the other way."""
-    dim, inner, experts, m = 512, 256, 4, 9
+    inner, experts, m = 256, 4, 9
     rng = np.random.default_rng(5)
     shapes = [(experts, inner, dim), (experts, inner, dim), (experts, dim, inner)]
     made = [device.weight("int4", i, *shape) for i, shape in enumerate(shapes)]
