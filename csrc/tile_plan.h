@@ -15,37 +15,36 @@ struct TileShape {
 };
 
 constexpr int kTileWarps = kSegments;                       // the shared expert's segments are a warp's each
-constexpr int kHalfTiles = kTileWarps / 2;                  // of a unit whose K two warps share
+constexpr int kFewTiles = kTileWarps / 2;                   // of a launch's last units
 constexpr int kTileRow = kBoxK * 2 + 64;                    // bytes from a row's activations of a stage to the next one's: two rows lie in all banks
-constexpr int kTileRun = kColumns * kTileRow;               // and of all rows; a stage has two, for halves of K
+constexpr int kTileRun = kColumns * kTileRow;               // and of all rows
 constexpr int kTileStage = kTileWarps * kBoxBytes;
-constexpr int kHalfSums = kSegments / 2 * kTileRows * kColumns * 4;  // bytes of the sums of a tile's second half of K
 constexpr int kTileTurn = 4 * kColumns;                     // rows of the shared expert at a time
 constexpr int kSharedStage = kSegments * 64;                // of K a stage of the shared expert: 128 bytes of each segment
 constexpr size_t kTileStatic = 15 << 10;                    // static shared memory of a kernel, at most
-constexpr TileShape kTiles{3, 2, 2};                        // measured in docs/kernels.md
+constexpr TileShape kTiles{4, 2, 2};                        // measured in docs/kernels.md
 
 // Pieces of scales: one is asked for when at most depth stages are in use.
 constexpr int tile_pieces(const TileShape& v) { return (v.depth - 1 + v.span - 1) / v.span + 1; }
 constexpr int tile_piece(const TileShape& v) { return kTileWarps * kTileRows * v.span * 16; }
 constexpr size_t tile_shared(const TileShape& v) {
-  return kBoxAlign + static_cast<size_t>(v.depth) * (kTileStage + 2 * kTileRun) + static_cast<size_t>(tile_pieces(v)) * tile_piece(v) + kHalfTiles * kHalfSums;
+  return kBoxAlign + static_cast<size_t>(v.depth) * (kTileStage + kTileRun) + static_cast<size_t>(tile_pieces(v)) * tile_piece(v);
 }
 
 // Whether it serves int4 experts of n weight rows of k values, of which a tile has `outputs`; shared_k 0: there is no shared expert.
 constexpr bool serves_tiles(const Device& device, int k, int n, int outputs, int shared_k, int rows) {
-  return device.wgmma && rows > kOwnNorm && rows <= moe_rows(false) && k > 0 && k % (2 * kBoxK * kTiles.span) == 0 && n % (kTileWarps * outputs) == 0 &&
+  return device.wgmma && rows > kOwnNorm && rows <= moe_rows(false) && k > 0 && k % (kBoxK * kTiles.span) == 0 && n % (kTileWarps * outputs) == 0 &&
          shared_k % kSharedStage == 0 && (tile_shared(kTiles) + kTileStatic + 1024) * kTiles.resident <= device.shared + 1024;
 }
 
 // Items are tiles of an expert for one turn of its rows; of several turns the same kTileWarps tiles follow each other, since their weights come
-// from near then. Blocks take units of kTileWarps items, and of the last ones, about one a block, halves, for all to end at the same time.
+// from near then. Blocks take units of kTileWarps items and, of the last ones, about one a block, halves, for all to end at about the same time.
 struct TileUnit {
   int item, count;
 };
 KDTREE_BOTH constexpr TileUnit tile_unit(int taken, int items, int blocks) {
   const int all = items / kTileWarps, whole = all > blocks ? all - blocks : 0;
-  return taken < whole ? TileUnit{taken * kTileWarps, kTileWarps} : TileUnit{whole * kTileWarps + (taken - whole) * kHalfTiles, kHalfTiles};
+  return taken < whole ? TileUnit{taken * kTileWarps, kTileWarps} : TileUnit{whole * kTileWarps + (taken - whole) * kFewTiles, kFewTiles};
 }
 // Item `own` of an expert with so many turns.
 KDTREE_BOTH constexpr ItemPlace tile_item(int own, int turns) {

@@ -23,12 +23,12 @@ void CudaBackend::launch_tiles(const char* name, const MoeArgs& a, bool down, co
   const uint64_t all = static_cast<uint64_t>(w.e - 1) * static_cast<uint64_t>(p.step) + static_cast<uint64_t>(p.n), k = static_cast<uint64_t>(p.k);
   TileMoeParams q{};
   q.p = p;
-  q.weights = row_map(p.data[0], p.data[1], k / 2, all, 128, rows * stream::kTileWarps, true);
-  q.scales = row_map(p.scale[0], p.scale[1], k / 16, all, V.span * 16, rows * stream::kTileWarps, false);
-  q.tile_weights = row_map(p.data[0], p.data[1], k / 2, all, 128, rows, true);
-  q.tile_scales = row_map(p.scale[0], p.scale[1], k / 16, all, V.span * 16, rows, false);
+  q.weights = row_map(p.data[0], p.data[1], k / 2, all, 128, rows * stream::kTileWarps, true, 1, true);
+  q.scales = row_map(p.scale[0], p.scale[1], k / 16, all, V.span * 16, rows * stream::kTileWarps, false, 1, true);
+  q.tile_weights = row_map(p.data[0], p.data[1], k / 2, all, 128, rows, true, 1, true);
+  q.tile_scales = row_map(p.scale[0], p.scale[1], k / 16, all, V.span * 16, rows, false, 1, true);
   if (p.shared_n > 0) {
-    q.shared = row_map(p.shared[0], p.shared[1], static_cast<uint64_t>(p.shared_k) * 2, static_cast<uint64_t>(p.shared_n), 128, rows, true, kSegments);
+    q.shared = row_map(p.shared[0], p.shared[1], static_cast<uint64_t>(p.shared_k) * 2, static_cast<uint64_t>(p.shared_n), 128, rows, true, kSegments, true);
   }
   q.up_first = p.data[1] < p.data[0], q.shared_up_first = p.shared[1] < p.shared[0];
   q.scales_differ = q.up_first != (p.scale[1] < p.scale[0]);

@@ -2,9 +2,9 @@
 //
 // A unit is eight neighbouring tiles of an expert for one turn of its rows, a tile a warp. A stage of the block's ring is 256 of K of all of
 // them: one copy of 128 weight rows x 128 bytes, and the rows of activations, which all warps read from there. Scales come a few stages at a
-// time. The last units are of four tiles, of which two warps share K, half each. A tile of the shared expert is a unit whose K all warps
-// share, a segment each: they meet in the ring's last stage. Blocks take units as they come, from a counter, since equal shares ended up to a
-// fifth apart. One thread asks for everything; a warp more finds the routes.
+// time. The last units are of four tiles, which half of the warps have. A tile of the shared expert is a unit whose K all warps share, a
+// segment each: they meet in the ring's last stage. Blocks take units as they come, from a counter, since equal shares ended up to a third
+// apart. One thread asks for everything; a warp more finds the routes.
 #pragma once
 #include "../tile_plan.h"
 #include "box_copy.cuh"
@@ -60,14 +60,14 @@ __global__ __launch_bounds__(kTileMoeThreads, S::RESIDENT) void tile_moe_kernel(
 #else
   constexpr bool DOWN = S::DOWN;
   constexpr int WARPS = stream::kTileWarps, DEPTH = S::DEPTH, SPAN = S::SPAN, OUTPUTS = S::OUTPUTS, WORKS = DEPTH + 2;
-  constexpr int STAGE = stream::kTileStage, RUN = 2 * stream::kTileRun, HALVES = stream::kHalfTiles;
+  constexpr int STAGE = stream::kTileStage, RUN = stream::kTileRun;
   const StreamMoeParams& p = q.p;
   extern __shared__ __align__(128) uint8_t dynamic[];
   __shared__ Routes<stream::moe_rows(false) * kMostTopK> routes;
   __shared__ uint64_t full[DEPTH], empty[DEPTH], routed;
   __shared__ TileWork works[WORKS];  // those asked for, each at least a stage, the one at hand and the end
   const uint32_t ring = (shared_address(dynamic) + stream::kBoxAlign - 1) / stream::kBoxAlign * stream::kBoxAlign;
-  const uint32_t runs = ring + DEPTH * STAGE, pieces = runs + DEPTH * RUN, second = pieces + S::PIECES * S::PIECE;
+  const uint32_t runs = ring + DEPTH * STAGE, pieces = runs + DEPTH * RUN;
   const uint32_t full_at = shared_address(full), empty_at = shared_address(empty), routed_at = shared_address(&routed);
   const int warp = __shfl_sync(kAll, threadIdx.x / kWarp, 0), lane = threadIdx.x % kWarp;
   const int block = blockIdx.x, blocks = gridDim.x;
@@ -133,34 +133,27 @@ __global__ __launch_bounds__(kTileMoeThreads, S::RESIDENT) void tile_moe_kernel(
           const stream::ItemPlace place = stream::tile_item(unit.item - first_turn * tiles, routes.turn[expert + 1] - first_turn);
           const int first = routes.start[expert] + place.turn * kColumns, columns = min(routes.start[expert + 1] - first, kColumns);
           const int first_row = routes.expert[expert] * p.step + place.tile * OUTPUTS;
-          const bool whole = unit.count == WARPS;
-          const int count = whole ? stages : stages / 2;
           begin({place.tile, unit.count, first, columns});
-          for (int j = 0; j < count; ++j) {
-            if (j == max(count - kAhead, 0)) taken = next_unit(q.tickets, blocks);
+          for (int j = 0; j < stages; ++j) {
+            if (j == max(stages - kAhead, 0)) taken = next_unit(q.tickets, blocks);
             slot_free();
             const bool scaled = j % SPAN == 0;
             const uint32_t barrier = full_at + slot * 8, to = ring + slot * STAGE, scales = pieces + piece * S::PIECE;
-            barrier_expect(barrier, STAGE + (scaled ? S::PIECE : 0) + columns * (stream::kBoxK * 2) * (whole ? 1 : 2));
-            if (whole) {
+            barrier_expect(barrier, unit.count * (stream::kBoxBytes + (scaled ? kTileRows * S::LINE : 0)) + columns * (stream::kBoxK * 2));
+            if (unit.count == WARPS) {
               copy_box(to, &q.weights, j * 128, first_row, barrier);
               if (scaled) copy_box(scales, &q.scales, j * 16, first_row, barrier);
             } else {
 #pragma unroll 1
-              for (int t = 0; t < WARPS; ++t) {
-                const int row = first_row + t % HALVES * OUTPUTS, box = j + t / HALVES * count;
-                copy_box(to + t * stream::kBoxBytes, &q.tile_weights, box * 128, row, barrier);
-                if (scaled) copy_box(scales + t * (kTileRows * S::LINE), &q.tile_scales, box * 16, row, barrier);
+              for (int t = 0; t < unit.count; ++t) {
+                copy_box(to + t * stream::kBoxBytes, &q.tile_weights, j * 128, first_row + t * OUTPUTS, barrier);
+                if (scaled) copy_box(scales + t * (kTileRows * S::LINE), &q.tile_scales, j * 16, first_row + t * OUTPUTS, barrier);
               }
             }
 #pragma unroll 1
             for (int c = 0; c < columns; ++c) {
               const int place_of = routes.place[first + c], row = DOWN ? place_of : place_of / p.top_k;
-#pragma unroll 1
-              for (int half = 0; half < (whole ? 1 : 2); ++half) {
-                copy_run(runs + slot * RUN + half * stream::kTileRun + c * stream::kTileRow,
-                         p.rows + static_cast<size_t>(row) * p.row_stride + (j + half * count) * stream::kBoxK, stream::kBoxK * 2, barrier);
-              }
+              copy_run(runs + slot * RUN + c * stream::kTileRow, p.rows + static_cast<size_t>(row) * p.row_stride + j * stream::kBoxK, stream::kBoxK * 2, barrier);
             }
             if (j % SPAN == SPAN - 1) piece = piece + 1 == S::PIECES ? 0 : piece + 1;
             advance();
@@ -268,40 +261,34 @@ __global__ __launch_bounds__(kTileMoeThreads, S::RESIDENT) void tile_moe_kernel(
       asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // the copy engine writes there next
       free_slot();
     };
-    // An expert's tile, or half of its K: up to four columns at the even places of a product, or up to eight.
+    // An expert's tile: up to four columns at the even places of a product, or up to eight.
     const auto run = [&](auto halved, const TileWork unit) {
       constexpr bool HALF = decltype(halved)::value;
       constexpr int VALUES = HALF ? 2 : 4;
-      const bool shares = unit.count < WARPS, whole = !DOWN && !shares;
-      const int half = shares ? warp / HALVES : 0, tile = unit.tile + (shares ? warp % HALVES : warp), count = shares ? stages / 2 : stages;
+      const bool whole = !DOWN && unit.count == WARPS;
       const uint32_t above = whole ? WARPS * 1024 : 1024;  // bytes to the eight rows below
       const uint32_t own = warp * (whole ? 1024 : 2048), matrix = own + (lane & 7) * 128 + ((lane & 8) ? above : 0) + ((lane >> 4) ^ (lane & 7)) * 16;
       const uint32_t line = warp * (whole ? 8 : 16) * S::LINE + (lane >> 2) * S::LINE, line_above = whole ? WARPS * 8 * S::LINE : 8 * S::LINE;
       const bool differ = !DOWN && q.scales_differ;
       const uint32_t low_scales_at = line + (differ ? line_above : 0), high_scales_at = line + (differ ? 0 : line_above);
-      const uint32_t column = half * stream::kTileRun + min(HALF ? lane / 8 : lane / 4, unit.columns - 1) * stream::kTileRow + lane % 4 * 16;
-      const uint32_t second_at = second + warp % HALVES * stream::kHalfSums + lane * 16;  // a segment of the second half is 512 bytes
+      const uint32_t column = min(HALF ? lane / 8 : lane / 4, unit.columns - 1) * stream::kTileRow + lane % 4 * 16;
       float acc[VALUES], total[VALUES];
 #pragma unroll
       for (int i = 0; i < VALUES; ++i) acc[i] = 0.f, total[i] = -0.f;  // -0 + s is s in every bit
-      const int units_of_k = p.k / kUnitK<WeightKind::kInt4>, last_segment = shares && half == 0 ? kSegments / 2 : kSegments;
-      int segment = half * (kSegments / 2), at_unit = segment_begin(segment, units_of_k), segment_end = segment_begin(segment + 1, units_of_k);
+      const int units_of_k = p.k / kUnitK<WeightKind::kInt4>;
+      int segment = 0, at_unit = 0, segment_end = segment_begin(1, units_of_k);
       const auto end_segments = [&]() {
 #pragma unroll 1
-        while (at_unit == segment_end && segment < last_segment) {
+        while (at_unit == segment_end && segment < kSegments) {
 #pragma unroll
-          for (int i = 0; i < VALUES; ++i) {
-            if (half == 0) total[i] = __fadd_rn(total[i], acc[i]);
-            else asm volatile("st.shared.f32 [%0], %1;" ::"r"(second_at + (segment - kSegments / 2) * 512 + i * 4), "f"(acc[i]) : "memory");
-            acc[i] = 0.f;
-          }
+          for (int i = 0; i < VALUES; ++i) total[i] = __fadd_rn(total[i], acc[i]), acc[i] = 0.f;
           ++segment;
           segment_end = segment_begin(segment + 1, units_of_k);
         }
       };
       end_segments();
 #pragma unroll 1
-      for (int j = 0; j < count; ++j) {
+      for (int j = 0; j < stages; ++j) {
         barrier_wait(full_at + slot * 8, phase);
         const uint32_t at = ring + slot * STAGE, scales = pieces + piece * S::PIECE + j % SPAN * 16, x_at = runs + slot * RUN + column;
         uint32_t words[4][4];  // rows 0-7 and 8-15 of one group, then of the next
@@ -331,27 +318,11 @@ __global__ __launch_bounds__(kTileMoeThreads, S::RESIDENT) void tile_moe_kernel(
         free_slot();
         if (j % SPAN == SPAN - 1) piece = piece + 1 == S::PIECES ? 0 : piece + 1;
       }
-      // The other half of K's segments follow, as the two warps meet; and the second one goes on when they have been read.
-      const auto meet = [&]() {
-        if (shares) asm volatile("bar.sync %0, %1;" ::"r"(2 + warp % HALVES), "n"(2 * kWarp) : "memory");
-      };
-      meet();
-      if (shares && half == 0) {
-#pragma unroll
-        for (int s = 0; s < kSegments / 2; ++s) {
-          const uint4 w = load_shared16(second_at + s * 512);
-          const float part[4] = {__uint_as_float(w.x), __uint_as_float(w.y), __uint_as_float(w.z), __uint_as_float(w.w)};
-#pragma unroll
-          for (int i = 0; i < VALUES; ++i) total[i] = __fadd_rn(total[i], part[i]);
-        }
-      }
-      meet();
-      if (half > 0) return;
       if constexpr (HALF) {
-        emit_at(tile, unit.first, lane % 4, unit.columns, false, total[0], total[1]);
+        emit_at(unit.tile + warp, unit.first, lane % 4, unit.columns, false, total[0], total[1]);
       } else {
-        emit_at(tile, unit.first, lane % 4 * 2, unit.columns, false, total[0], total[2]);
-        emit_at(tile, unit.first, lane % 4 * 2 + 1, unit.columns, false, total[1], total[3]);
+        emit_at(unit.tile + warp, unit.first, lane % 4 * 2, unit.columns, false, total[0], total[2]);
+        emit_at(unit.tile + warp, unit.first, lane % 4 * 2 + 1, unit.columns, false, total[1], total[3]);
       }
     };
 
@@ -364,9 +335,17 @@ __global__ __launch_bounds__(kTileMoeThreads, S::RESIDENT) void tile_moe_kernel(
         if (columns <= kColumns) run_shared(std::integral_constant<int, 1>{}, unit.tile, unit.first, columns);
         else if (columns <= 2 * kColumns) run_shared(std::integral_constant<int, 2>{}, unit.tile, unit.first, columns);
         else run_shared(std::integral_constant<int, stream::kTileTurn / kColumns>{}, unit.tile, unit.first, columns);
+      } else if (warp >= unit.count) {  // fewer tiles than warps
+#pragma unroll 1
+        for (int j = 0; j < stages; ++j) {
+          barrier_wait(full_at + slot * 8, phase);
+          free_slot();
+          if (j % SPAN == SPAN - 1) piece = piece + 1 == S::PIECES ? 0 : piece + 1;
+        }
+      } else if (unit.columns <= kColumns / 2) {
+        run(std::true_type{}, unit);
       } else {
-        if (unit.columns <= kColumns / 2) run(std::true_type{}, unit);
-        else run(std::false_type{}, unit);
+        run(std::false_type{}, unit);
       }
     }
   }
