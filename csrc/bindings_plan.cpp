@@ -128,7 +128,7 @@ std::vector<int64_t> box_work(int64_t blocks, int64_t groups, int64_t shared, in
 // Whether the experts of Hopper go through K in tiles together, and in which shape: depth span resident, then bytes of shared memory a block; or nothing.
 std::vector<int64_t> tile_plan(int64_t k, int64_t n, bool down, int64_t shared_k, int64_t rows, int64_t shared) {
   const stream::Device device{true, 132, static_cast<size_t>(shared), true};
-  if (!stream::serves_tiles(device, as_int(k, "k"), as_int(n, "n"), stream::moe_outputs(down), as_int(shared_k, "shared_k"), as_int(rows, "rows"))) return {};
+  if (!stream::serves_tiles(device, down, as_int(k, "k"), as_int(n, "n"), as_int(shared_k, "shared_k"), as_int(rows, "rows"))) return {};
   return {stream::kTiles.depth, stream::kTiles.span, stream::kTiles.resident, static_cast<int64_t>(stream::tile_shared(stream::kTiles))};
 }
 

@@ -31,19 +31,20 @@ constexpr size_t tile_shared(const TileShape& v) {
   return kBoxAlign + static_cast<size_t>(v.depth) * (kTileStage + kTileRun) + static_cast<size_t>(tile_pieces(v)) * tile_piece(v);
 }
 
-// Whether it serves int4 experts of n weight rows of k values, of which a tile has `outputs`; shared_k 0: there is no shared expert.
-constexpr bool serves_tiles(const Device& device, int k, int n, int outputs, int shared_k, int rows) {
-  return device.wgmma && rows > kOwnNorm && rows <= moe_rows(false) && k > 0 && k % (kBoxK * kTiles.span) == 0 && n % (kTileWarps * outputs) == 0 &&
+// Whether it serves int4 experts of n weight rows of k values; shared_k 0: there is no shared expert. Gate and up need rows that stand normed in
+// scratch, and one row of down has a kernel of its own.
+constexpr bool serves_tiles(const Device& device, bool down, int k, int n, int shared_k, int rows) {
+  return device.wgmma && rows > (down ? 1 : kOwnNorm) && rows <= moe_rows(false) && k > 0 && k % (kBoxK * kTiles.span) == 0 && n % (kTileWarps * moe_outputs(down)) == 0 &&
          shared_k % kSharedStage == 0 && (tile_shared(kTiles) + kTileStatic + 1024) * kTiles.resident <= device.shared + 1024;
 }
 
 // Items are tiles of an expert for one turn of its rows; of several turns the same kTileWarps tiles follow each other, since their weights come
-// from near then. Blocks take units of kTileWarps items and, of the last ones, about one a block, halves, for all to end at about the same time.
+// from near then. Blocks take units of kTileWarps items and, of the last ones, one for four blocks, halves, for all to end at about the same time.
 struct TileUnit {
   int item, count;
 };
 KDTREE_BOTH constexpr TileUnit tile_unit(int taken, int items, int blocks) {
-  const int all = items / kTileWarps, whole = all > blocks ? all - blocks : 0;
+  const int all = items / kTileWarps, last = blocks / 4, whole = all > last ? all - last : 0;
   return taken < whole ? TileUnit{taken * kTileWarps, kTileWarps} : TileUnit{whole * kTileWarps + (taken - whole) * kFewTiles, kFewTiles};
 }
 // Item `own` of an expert with so many turns.

@@ -13,7 +13,7 @@ bool CudaBackend::tiles_serve(const MoeArgs& a, bool down) const {
     if (!aligned(w->scale)) return false;
   }
   const int shared_k = a.shared_gate.n == 0 ? 0 : down ? a.shared_down.k : a.dim;
-  return stream::serves_tiles(device_shape_, down ? a.down.k : a.dim, down ? a.down.n : a.gate.n, stream::moe_outputs(down), shared_k, a.max_rows);
+  return stream::serves_tiles(device_shape_, down, down ? a.down.k : a.dim, down ? a.down.n : a.gate.n, shared_k, a.max_rows);
 }
 
 void CudaBackend::launch_tiles(const char* name, const MoeArgs& a, bool down, const StreamMoeParams& p) {

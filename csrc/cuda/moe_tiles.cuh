@@ -1,4 +1,4 @@
-// The int4 experts of three rows and more on Hopper: moe_boxes.cuh's products, in every bit, where the warps of a block go through K together.
+// The int4 experts of a few rows to 64 on Hopper: moe_boxes.cuh's products, in every bit, where the warps of a block go through K together.
 //
 // A unit is eight neighbouring tiles of an expert for one turn of its rows, a tile a warp. A stage of the block's ring is 256 of K of all of
 // them: one copy of 128 weight rows x 128 bytes, and the rows of activations, which all warps read from there. Scales come a few stages at a
