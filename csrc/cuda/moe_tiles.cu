@@ -8,12 +8,12 @@ namespace kdtree {
 using namespace cuda;
 
 bool CudaBackend::tiles_serve(const MoeArgs& a, bool down) const {
-  if (a.gate.kind != WeightKind::kInt4) return false;
+  const Weight &own = down ? a.down : a.gate, &around = down ? a.shared_down : a.shared_gate;
+  if (own.kind != WeightKind::kInt4) return false;
   for (const Weight* w : {&a.gate, &a.up, &a.down}) {
     if (!aligned(w->scale)) return false;
   }
-  const int shared_k = a.shared_gate.n == 0 ? 0 : down ? a.shared_down.k : a.dim;
-  return stream::serves_tiles(device_shape_, down, down ? a.down.k : a.dim, down ? a.down.n : a.gate.n, shared_k, a.max_rows);
+  return stream::serves_tiles(device_shape_, down, own.k, own.n, around.n > 0 ? around.k : 0, a.max_rows);
 }
 
 void CudaBackend::launch_tiles(const char* name, const MoeArgs& a, bool down, const StreamMoeParams& p) {
