@@ -1,6 +1,7 @@
 // torch.ops.kdtree: what stream_plan.h decides, on any machine and for any device's sizes, for tests.
 #include "bindings.h"
 #include "row_plan.h"
+#include "tile_plan.h"
 
 namespace kdtree {
 namespace {
@@ -141,6 +142,33 @@ std::vector<int64_t> row_plan(bool down, bool int4, int64_t k, int64_t shared_k,
   return found;
 }
 
+// Whether the experts of Hopper go through K in tiles together, and in which shape: depth span resident, then bytes of shared memory a block; or nothing.
+std::vector<int64_t> tile_plan(int64_t k, int64_t n, bool down, int64_t shared_k, int64_t rows, int64_t shared) {
+  const stream::Device device{true, 132, static_cast<size_t>(shared), true};
+  if (!stream::serves_tiles(device, down, as_int(k, "k"), as_int(n, "n"), as_int(shared_k, "shared_k"), as_int(rows, "rows"))) return {};
+  return {stream::kTiles.depth, stream::kTiles.span, stream::kTiles.resident, static_cast<int64_t>(stream::tile_shared(stream::kTiles))};
+}
+
+// The units of a launch in the order in which blocks take them: for every unit four numbers, the expert (a place in `turns`, the turns that its
+// rows take), the first tile, the turn and the count of tiles.
+std::vector<int64_t> tile_work(int64_t blocks, int64_t tiles, std::vector<int64_t> turns) {
+  need(blocks > 0, "blocks", "is not positive");
+  const int each = as_int(tiles, "tiles"), in_blocks = as_int(blocks, "blocks");
+  std::vector<int> first{0}, slot;
+  for (size_t i = 0; i < turns.size(); ++i) {
+    first.push_back(first.back() + as_int(turns[i], "turns"));
+    slot.resize(static_cast<size_t>(first.back()), static_cast<int>(i));
+  }
+  std::vector<int64_t> work;
+  for (int taken = 0;; ++taken) {
+    const stream::TileUnit unit = stream::tile_unit(taken, first.back() * each, in_blocks);
+    if (unit.item >= first.back() * each) return work;
+    const size_t expert = static_cast<size_t>(slot[static_cast<size_t>(unit.item / each)]);
+    const stream::ItemPlace place = stream::tile_item(unit.item - first[expert] * each, first[expert + 1] - first[expert]);
+    work.insert(work.end(), {static_cast<int64_t>(expert), place.tile, place.turn, unit.count});
+  }
+}
+
 int64_t weight_byte(int64_t first, int64_t row, int64_t groups, int64_t group, int64_t bytes) {
   need(first >= 0, "first", "is negative");
   return static_cast<int64_t>(stream::byte_at(static_cast<size_t>(first), as_int(row, "row"), as_int(groups, "groups"),
@@ -154,6 +182,8 @@ KDTREE_LIBRARY_FRAGMENT(KDTREE_LIBRARY, m) {
   m.def("product_plan(str product, bool int4, int k, int rows, bool paired, bool clusters, int shared) -> str");
   m.def("expert_work(int blocks, int groups, int tiles, int shared_tiles, int shared_turns, int shared_k, int[] turns, int k, bool bf16) -> int[]");
   m.def("box_work(int blocks, int groups, int shared, int weight, int count) -> int[]");
+  m.def("tile_plan(int k, int n, bool down, int shared_k, int rows, int shared) -> int[]");
+  m.def("tile_work(int blocks, int tiles, int[] turns) -> int[]");
   m.def("product_segments(int k, int granule, int cluster) -> int[]");
   m.def("linear_box_plan(bool int4, int k, int rows, int outputs, bool paired, bool normed, bool hopper, int shared) -> int[]");
   m.def("row_plan(bool down, bool int4, int k, int shared_k, int n, int shared_n, int top_k, bool hopper, int shared) -> int[]");
@@ -164,6 +194,8 @@ KDTREE_LIBRARY_IMPL(KDTREE_LIBRARY, m) {
   m.impl("product_plan", kdtree::boxed<kdtree::product_plan>);
   m.impl("expert_work", kdtree::boxed<kdtree::expert_work>);
   m.impl("box_work", kdtree::boxed<kdtree::box_work>);
+  m.impl("tile_plan", kdtree::boxed<kdtree::tile_plan>);
+  m.impl("tile_work", kdtree::boxed<kdtree::tile_work>);
   m.impl("product_segments", kdtree::boxed<kdtree::product_segments>);
   m.impl("linear_box_plan", kdtree::boxed<kdtree::linear_box_plan>);
   m.impl("row_plan", kdtree::boxed<kdtree::row_plan>);

@@ -74,8 +74,8 @@ CudaBackend::CudaBackend(int device, bool poison) : device_(device), poison_(poi
   device_shape_.wgmma = wgmma_;
   KD_CUDA(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking));
   KD_CUDA(cudaMallocHost(reinterpret_cast<void**>(&staging_), kStaging));
-  KD_CUDA(cudaMalloc(reinterpret_cast<void**>(&tickets_), 2 * sizeof(cuda::Tickets)));
-  KD_CUDA(cudaMemsetAsync(tickets_, 0, 2 * sizeof(cuda::Tickets), stream_));
+  KD_CUDA(cudaMalloc(reinterpret_cast<void**>(&tickets_), 3 * sizeof(cuda::Tickets)));
+  KD_CUDA(cudaMemsetAsync(tickets_, 0, 3 * sizeof(cuda::Tickets), stream_));
   if (wgmma_) {
     const int groups = stream::wide_groups(multiprocessors);
     const size_t counters = sizeof(unsigned) * static_cast<size_t>(groups * stream::kWideGroups);

@@ -152,6 +152,8 @@ class CudaBackend final : public Backend {
   bool gate_up_stream(const MoeArgs& a, bool routed, const RouterArgs* choice);
   bool down_stream(const MoeArgs& a, const RouterArgs* choice);
   int choose_boxes(const MoeArgs& a, bool down) const;  // the shape of box_plan.h that serves, or -1
+  bool tiles_serve(const MoeArgs& a, bool down) const;  // moe_tiles.cuh does, as tile_plan.h says
+  void launch_tiles(const char* name, const MoeArgs& a, bool down, const cuda::StreamMoeParams& p);
   void launch_boxes(const char* name, const MoeArgs& a, bool down, int variant, bool routed, const cuda::StreamMoeParams& p);
   stream::RowLaunch plan_row(const char* name, const MoeArgs& a, bool down);  // of one row; none where choose_boxes' kernels must
   void launch_row(const char* name, const MoeArgs& a, bool down, const stream::RowLaunch& plan, bool routed, const RouterArgs* choice, const cuda::StreamMoeParams& p);
@@ -193,7 +195,7 @@ class CudaBackend final : public Backend {
   char* staging_ = nullptr;  // pinned, for small downloads
   void* exchange_ = nullptr;      // where wgmma_: stream::wide_exchange bytes, for linear_wide
   unsigned* arrivals_ = nullptr;  // and a counter for each warpgroup of its groups
-  cuda::Tickets* tickets_ = nullptr;  // of the router, then of down: where blocks of a launch meet
+  cuda::Tickets* tickets_ = nullptr;  // of the router and of down, where blocks of a launch meet, and of the experts' units
 
   bool graphs_on_ = true;
   bool capturing_ = false;

@@ -68,6 +68,8 @@ bool CudaBackend::down_stream(const MoeArgs& a, const RouterArgs* choice) {
   const char* const name = int4 ? "experts_int4_bf16_down" : "experts_bf16_down";
   if (const stream::RowLaunch of_row = plan_row(name, a, true); of_row.tiles > 0) {
     launch_row(name, a, true, of_row, false, choice, p);
+  } else if (tiles_serve(a, true)) {
+    launch_tiles(name, a, true, p);
   } else if (const int in_boxes = choose_boxes(a, true); in_boxes >= 0) {
     launch_boxes(name, a, true, in_boxes, false, p);
   } else {

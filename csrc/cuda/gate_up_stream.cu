@@ -27,7 +27,8 @@ bool CudaBackend::gate_up_stream(const MoeArgs& a, bool routed, const RouterArgs
   if (!moe_streams(a)) return false;
   const bool int4 = a.gate.kind == WeightKind::kInt4;
   const char* const name = int4 ? "experts_int4_bf16" : "experts_bf16";
-  const int in_boxes = choose_boxes(a, false);
+  const bool in_tiles = tiles_serve(a, false);
+  const int in_boxes = in_tiles ? -1 : choose_boxes(a, false);
   const stream::RowLaunch of_row = plan_row(name, a, false);
   const bool staged = of_row.tiles > 0 || (in_boxes >= 0 && stream::kGateUpBoxes[in_boxes].staged);
   const MoeScratch scratch(a.scratch, a.max_rows, a.top_k, a.down.k, a.dim, a.gate.e);
@@ -45,6 +46,8 @@ bool CudaBackend::gate_up_stream(const MoeArgs& a, bool routed, const RouterArgs
   }
   if (of_row.tiles > 0) {
     launch_row(name, a, false, of_row, routed, choice, p);
+  } else if (in_tiles) {
+    launch_tiles(name, a, false, p);
   } else if (in_boxes >= 0) {
     launch_boxes(name, a, false, in_boxes, routed, p);
   } else {

@@ -28,6 +28,13 @@ __device__ __forceinline__ void ticket_wait(const unsigned* at, int all) {
   } while (static_cast<int>(seen) < all);
 }
 
+// The next of a launch's numbered units for a block: its first has the block's number, the others come as they are asked for.
+__device__ __forceinline__ int next_unit(Tickets* tickets, int blocks) { return blocks + static_cast<int>(atomicAdd(&tickets->arrived, 1u)); }
+// Called once by every block of the launch, by the thread that asked for units when it has been given one that is not there.
+__device__ __forceinline__ void leave_units(Tickets* tickets, int blocks) {
+  if (ticket_add(&tickets->left, 1) == blocks - 1) tickets->arrived = 0, tickets->left = 0;
+}
+
 // The block has done its part.
 __device__ __forceinline__ void arrive(Tickets* tickets) {
   __syncthreads();  // one thread publishes for all

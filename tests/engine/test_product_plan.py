@@ -204,6 +204,49 @@ def test_one_row_of_the_experts_fits_and_has_a_place_for_every_tile(down: bool, 
     assert not row_plan(down, int4, 2048, 2048, 2048, 2048, 8, shared=BLACKWELL)
 
 
+def tiles(k: int, n: int, rows: int, *, down: bool, shared_k: int, shared: int = HOPPER) -> list[int]:
+    return list(library("cpu").tile_plan(k, n, down, shared_k, rows, shared))
+
+
+def test_tiles_that_go_through_k_together_fit() -> None:
+    """Two or three to 64 rows of experts of whole stages, and a shared one whose segments begin at boxes."""
+    for rows in (3, 4, 64):
+        for k, n, down, around in ((7168, 2048, False, 7168), (2048, 7168, True, 2048), (512, 256, True, 0)):
+            depth, span, resident, bytes_ = tiles(k, n, rows, down=down, shared_k=around)
+            pieces = next(
+                p for p in range(2, 9) if (p - 1) * span + 1 >= depth
+            )  # a piece comes when depth stages are in use
+            assert bytes_ >= depth * (128 * 128 + 8 * 576) + pieces * 128 * 16 * span + 1024
+            assert (bytes_ + 15360 + 1024) * resident <= HOPPER + 1024
+            assert k % (256 * span) == 0
+    assert tiles(2048, 7168, 2, down=True, shared_k=2048)
+    for rows in (1, 2, 65):
+        assert not tiles(7168, 2048, rows, down=False, shared_k=7168)
+        assert rows == 2 or not tiles(2048, 7168, rows, down=True, shared_k=2048)
+    for k, n, around in ((7168 + 256, 2048, 0), (7168, 2048 + 32, 0), (7168, 2048, 7168 + 256)):
+        assert not tiles(k, n, 16, down=False, shared_k=around)
+    assert not tiles(2048, 7168, 16, down=True, shared_k=2048, shared=BLACKWELL)
+
+
+@pytest.mark.parametrize("blocks", [1, 3, 264])
+def test_every_tile_of_every_turn_is_in_one_unit(blocks: int) -> None:
+    """Neighbouring tiles of an expert's turn, those of its next turn behind them; the last units are halves."""
+    rng = np.random.default_rng(blocks)
+    for count in (8, 256, 448):
+        turns = rng.integers(1, 4, 9).tolist()
+        work = np.array(library("cpu").tile_work(blocks, count, turns)).reshape(-1, 4)
+        halves = int((work[:, 3] == 4).sum())
+        assert set(work[:, 3].tolist()) <= {4, 8}
+        assert (work[len(work) - halves :, 3] == 4).all()
+        assert halves == 2 * min(blocks // 4, sum(turns) * count // 8)
+        times = np.zeros((len(turns), max(turns), count), np.int64)
+        for expert, tile, turn, size in work.tolist():
+            times[expert, turn, tile : tile + size] += 1
+        assert (times == (np.arange(max(turns)) < np.array(turns)[:, None])[:, :, None]).all()
+        several = [row for row in work[: len(work) - halves].tolist() if turns[row[0]] > 1]
+        assert all(a[0] != b[0] or b[1] - a[1] == 8 * (a[2] == turns[a[0]] - 1) for a, b in pairwise(several))
+
+
 def test_the_router_in_one_launch() -> None:
     """Whether it serves does not depend on the rows; who waits for others leaves half of the places to them."""
     for k in (64, 200, 7168, 8192):

@@ -1,0 +1,42 @@
+// Launches of moe_tiles.cuh, with the tensor maps, which are made when a launch is enqueued and lie in its parameters.
+#include "backend.h"
+#include "moe_tiles.cuh"
+#include "tensor_map.h"
+
+namespace kdtree {
+
+using namespace cuda;
+
+bool CudaBackend::tiles_serve(const MoeArgs& a, bool down) const {
+  const Weight &own = down ? a.down : a.gate, &around = down ? a.shared_down : a.shared_gate;
+  if (own.kind != WeightKind::kInt4) return false;
+  for (const Weight* w : {&a.gate, &a.up, &a.down}) {
+    if (!aligned(w->scale)) return false;
+  }
+  return stream::serves_tiles(device_shape_, down, own.k, own.n, around.n > 0 ? around.k : 0, a.max_rows);
+}
+
+void CudaBackend::launch_tiles(const char* name, const MoeArgs& a, bool down, const StreamMoeParams& p) {
+  constexpr stream::TileShape V = stream::kTiles;
+  const int rows = stream::moe_outputs(down);
+  const Weight& w = down ? a.down : a.gate;
+  const uint64_t all = static_cast<uint64_t>(w.e - 1) * static_cast<uint64_t>(p.step) + static_cast<uint64_t>(p.n), k = static_cast<uint64_t>(p.k);
+  TileMoeParams q{};
+  q.p = p;
+  q.weights = row_map(p.data[0], p.data[1], k / 2, all, 128, rows * stream::kTileWarps, true, 1, true);
+  q.scales = row_map(p.scale[0], p.scale[1], k / 16, all, V.span * 16, rows * stream::kTileWarps, false, 1, true);
+  q.tile_weights = row_map(p.data[0], p.data[1], k / 2, all, 128, rows, true, 1, true);
+  q.tile_scales = row_map(p.scale[0], p.scale[1], k / 16, all, V.span * 16, rows, false, 1, true);
+  if (p.shared_n > 0) {
+    q.shared = row_map(p.shared[0], p.shared[1], static_cast<uint64_t>(p.shared_k) * 2, static_cast<uint64_t>(p.shared_n), 128, rows, true, kSegments, true);
+  }
+  q.up_first = p.data[1] < p.data[0], q.shared_up_first = p.shared[1] < p.shared[0];
+  q.scales_differ = q.up_first != (p.scale[1] < p.scale[0]);
+  q.tickets = tickets_ + 2;
+  const auto kernel = down ? &tile_moe_kernel<TileMoeShape<true, V.depth, V.span, V.resident>> : &tile_moe_kernel<TileMoeShape<false, V.depth, V.span, V.resident>>;
+  const size_t shared = stream::tile_shared(V);
+  const int blocks = resident_clusters(reinterpret_cast<const void*>(kernel), name, 1, kTileMoeThreads, shared);
+  launch(name, kernel, dim3(blocks), kTileMoeThreads, shared, q);
+}
+
+}  // namespace kdtree
