@@ -18,5 +18,9 @@ CUtensorMap bf16_map(const void* base, const std::vector<uint64_t>& dims, int ro
 // same with half as many pieces, then 64 (piece c of row r at c ^ r/2 % 4), or not at all. What lies outside the rows reads as zeros.
 CUtensorMap row_map(const void* a, const void* b, uint64_t pitch, uint64_t rows, int wide, int high, bool swizzled);
 
+// Of `rows` rows of `blocks` blocks of 64 bf16 numbers (`base` and `pitch`, the bytes from a row to the next, on 16 bytes): boxes of `wide` blocks of
+// `high` rows each, block after block, whose 128-byte rows are swizzled as above or not. What lies outside reads as zeros.
+CUtensorMap block_map(const void* base, uint64_t blocks, uint64_t pitch, uint64_t rows, int high, int wide, bool swizzled);
+
 }  // namespace cuda
 }  // namespace kdtree
