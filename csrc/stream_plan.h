@@ -151,12 +151,14 @@ constexpr size_t wide_normed(const Device& device, int k, int rows) {
   return serves ? static_cast<size_t>(rows) * k * sizeof(uint16_t) : 0;
 }
 
-// linear for up to kBoxRows rows by the bulk copy engine's boxes (cuda/linear_boxes.cu). rows: places of activation rows, 1, 4 (int4 alone), 8 or 16. A
+// linear for up to kBoxRows rows by the bulk copy engine's boxes (cuda/linear_boxes.cu). rows: places of activation rows, 1, 4, 8 or 16. A
 // cluster of cl blocks shares K; a warp multiplies mt tiles side by side and has a ring of `depth` slots of `boxes` boxes of each; registers leave room
 // for `resident` blocks a multiprocessor, of which `spread` are of one launch. held: of a product with a norm, tasks a warp holds of `pieces` * 128
-// elements (cuda/held_rows.cuh); 0: without one. It is for rows of up to `longest` values and up to `most` outputs.
+// elements (cuda/held_rows.cuh); 0: without one, then threads stage activations or the bulk copy engine. It is for rows of up to `longest` values and
+// up to `most` outputs.
 struct LinearBoxes {
   int rows, mt, cl, warps, boxes, depth, resident, held, pieces, longest, spread = 1, most = 1 << 30;
+  bool by_threads = false;
 };
 constexpr int kBoxRows = 16, kAnyK = 1 << 30;
 constexpr int kBlock = 64, kBlockBytes = 128;  // elements of a block of activations, bytes of its row
@@ -218,16 +220,27 @@ constexpr Variant kLinearInt4[] = {{2, 1, 1, 8, 3, 2, 1}, {1, 1, 1, 16, 4, 1, 1}
 constexpr Variant kLinearBf16[] = {{1, 1, 1, 8, 8, 2, 1}, {1, 1, 8, 8, 8, 2, 1}, {1, 2, 1, 16, 4, 1, 2}, {2, 2, 8, 8, 6, 2, 2},
                                    {2, 4, 8, 8, 5, 1, 4}, {2, 8, 8, 8, 4, 1, 8}, {1, 1, 8, 4, 4, 2, 1}};
 // In the order in which they are preferred; measured in docs/kernels.md.
-constexpr LinearBoxes kBoxesInt4[] = {{4, 1, 1, 8, 1, 4, 2, 0, 0, 4096},  {1, 1, 1, 16, 1, 2, 2, 0, 0, kAnyK}, {4, 2, 2, 8, 1, 2, 2, 0, 0, kAnyK},
-                                      {8, 1, 2, 8, 1, 4, 2, 0, 0, 4096},  {8, 2, 2, 8, 1, 3, 1, 0, 0, kAnyK},  {16, 1, 8, 8, 1, 3, 2, 0, 0, 4096},
+constexpr int kMany = 1 << 30, kFew = 512;  // outputs; few: clusters of eight, of which an H200 holds 15, read so much as fast as others
+constexpr LinearBoxes kBoxesInt4[] = {{4, 1, 1, 8, 1, 4, 2, 0, 0, 4096},
+                                      {1, 2, 2, 8, 1, 2, 2, 0, 0, kAnyK},
+                                      {4, 2, 2, 8, 1, 2, 2, 0, 0, kAnyK},
+                                      {8, 1, 2, 8, 1, 4, 2, 0, 0, 4096, 1, kMany, true},
+                                      {8, 2, 2, 8, 1, 3, 1, 0, 0, kAnyK},
+                                      {16, 1, 8, 8, 1, 3, 2, 0, 0, 4096, 1, kMany, true},
                                       {16, 2, 2, 8, 1, 2, 1, 0, 0, kAnyK}};
-constexpr int kFewOutputs = 512;  // so many that clusters of eight, of which an H200 holds 15, read as fast as the memory gives
-constexpr LinearBoxes kBoxesBf16[] = {{1, 1, 1, 8, 2, 3, 2, 0, 0, 4096, 2},   {1, 1, 2, 16, 2, 2, 1, 0, 0, kAnyK},
-                                      {8, 1, 2, 16, 2, 2, 1, 0, 0, kAnyK},    {16, 2, 2, 8, 1, 3, 1, 0, 0, kAnyK},
-                                      {16, 1, 8, 18, 1, 3, 1, 0, 0, kAnyK},   {8, 1, 1, 16, 1, 2, 2, 2, 2, 2048, 2},
-                                      {8, 1, 2, 16, 1, 2, 2, 2, 2, 2048, 2},  {16, 1, 4, 16, 1, 2, 2, 2, 2, 2048, 2},
-                                      {1, 1, 1, 8, 2, 4, 1, 1, 7, 7168},      {8, 1, 8, 9, 2, 2, 2, 1, 7, 7168, 1, kFewOutputs},
-                                      {8, 1, 2, 16, 2, 2, 1, 2, 7, 7168},     {16, 1, 8, 9, 2, 3, 1, 2, 7, 7168}};
+constexpr LinearBoxes kBoxesBf16[] = {{1, 1, 1, 8, 2, 3, 2, 0, 0, 4096, 2},
+                                      {1, 1, 2, 16, 2, 2, 1, 0, 0, kAnyK},
+                                      {4, 1, 2, 16, 2, 2, 1, 0, 0, kAnyK},
+                                      {8, 1, 2, 16, 2, 2, 1, 0, 0, kAnyK},
+                                      {16, 2, 2, 8, 1, 3, 1, 0, 0, 7168},
+                                      {16, 1, 8, 18, 1, 3, 1, 0, 0, kAnyK, 1, kMany, true},
+                                      {8, 1, 1, 16, 1, 2, 2, 2, 2, 2048, 2},
+                                      {8, 1, 2, 16, 1, 2, 2, 2, 2, 2048, 2},
+                                      {16, 1, 4, 16, 1, 2, 2, 2, 2, 2048, 2},
+                                      {1, 1, 1, 8, 2, 4, 1, 1, 7, 7168},
+                                      {8, 1, 8, 9, 2, 2, 2, 1, 7, 7168, 1, kFew},
+                                      {8, 1, 2, 16, 2, 2, 1, 2, 7, 7168},
+                                      {16, 1, 8, 9, 2, 3, 1, 2, 7, 7168}};
 constexpr int kShort = 4096;  // int4 rows up to this are short enough for two blocks of eight warps; longer ones are one's with sixteen
 constexpr int kOwnNorm = 2;   // more rows are normed by the blocks of a cluster together, not by every block for itself
 

@@ -58,9 +58,9 @@ __device__ __forceinline__ BoxOffsets box_offsets(int lane) {
 
 // One unit of MT tiles, whose boxes follow each other, the first or the second of a box: at the lane's place in the first tile's, of bf16 also at
 // the row eight below. scale (int4): the box's eight groups of a tile's row lane/4 and of the one eight below. b(nt, part): the lane's sixteen bytes
-// of activations, in K's order, of the part-th 32 elements of the unit, of bf16 of its block. acc: of VALUES 4 a fragment of each tile of eight
-// columns, of 2 its even columns.
-template <WeightKind KIND, int MT, int NT, int VALUES, typename Activations>
+// of activations of the part-th 32 elements of the unit, of bf16 of its block, in K's order or (int4, ORDERED) the nibbles'. acc: of VALUES 4 a
+// fragment of each tile of eight columns, of 2 its even columns.
+template <WeightKind KIND, bool ORDERED, int MT, int NT, int VALUES, typename Activations>
 __device__ __forceinline__ void multiply_box_unit(float (&acc)[MT][NT][VALUES], uint32_t at, uint32_t at_below, const uint4 (&scale)[MT][2],
                                                   bool second, const Activations& b) {
   if constexpr (KIND == WeightKind::kInt4) {
@@ -82,7 +82,7 @@ __device__ __forceinline__ void multiply_box_unit(float (&acc)[MT][NT][VALUES], 
         uint4 x[NT];
         uint32_t later[MT][4];
 #pragma unroll
-        for (int nt = 0; nt < NT; ++nt) x[nt] = in_order(b(nt, 2 * half + j));
+        for (int nt = 0; nt < NT; ++nt) x[nt] = ORDERED ? b(nt, 2 * half + j) : in_order(b(nt, 2 * half + j));
 #pragma unroll
         for (int mt = 0; mt < MT; ++mt) {
           const uint32_t low = words[mt][2 * j], high = words[mt][2 * j + 1];
@@ -125,6 +125,34 @@ __device__ __forceinline__ void multiply_box_unit(float (&acc)[MT][NT][VALUES], 
         multiply_add(acc[mt][nt], first[mt], x.x, x.z, acc[mt][nt]);
         multiply_add(acc[mt][nt], later[mt], x.y, x.w, acc[mt][nt]);
       }
+    }
+  }
+}
+
+// Rows of `pieces` * 8 bf16 numbers, `ldx` apart, put where the bulk copy engine would, by `threads` threads of which this is number `thread`.
+// ROWS: places of rows, 8 or 16. ORDERED: each eight in the nibbles' order. between(): called once, behind the first loads.
+template <int ROWS, bool ORDERED, typename Between>
+__device__ __forceinline__ void stage_blocks(uint8_t* staged, const uint16_t* x, int ldx, int rows, int pieces, int thread, int threads,
+                                             const Between& between) {
+  static_assert(ROWS % kColumns == 0, "all blocks are swizzled alike");
+  constexpr int AHEAD = 4;  // pieces of a thread in flight
+  // A thread's pieces are `threads` apart: so many rows and so many pieces.
+  const int rows_on = threads / max(pieces, 1), pieces_on = threads - rows_on * pieces;
+  int row = pieces > 0 ? thread / pieces : rows, at = thread - row * pieces;
+  for (bool begun = false; row < rows || !begun; begun = true) {
+    uint4 v[AHEAD];
+    int to[AHEAD];
+#pragma unroll
+    for (int a = 0; a < AHEAD; ++a) {
+      to[a] = row < rows ? (at / 8 * ROWS + row) * stream::kBlockBytes + (at % 8 ^ row % 8) * 16 : -1;
+      v[a] = row < rows ? *reinterpret_cast<const uint4*>(x + (row * ldx + at * 8)) : uint4{};
+      row += rows_on, at += pieces_on;
+      if (at >= pieces) at -= pieces, ++row;
+    }
+    if (!begun) between();
+#pragma unroll
+    for (int a = 0; a < AHEAD; ++a) {
+      if (to[a] >= 0) *reinterpret_cast<uint4*>(staged + to[a]) = ORDERED ? in_order(v[a]) : v[a];
     }
   }
 }

@@ -8,8 +8,8 @@
 // launch's. The blocks of a cluster have kSegments/CL segments each of all the cluster's tiles. A tile's sums go to the block that adds its
 // eight: in a cluster through distributed shared memory, counted by a barrier there, so that nobody waits for a block that has nothing for it.
 // Activations stand in blocks of 64 elements of all rows, swizzled like weights and in K's own order. Without a norm the bulk copy engine brings
-// them, a segment at a time, for which alone its warps wait; with one, warps hold their pieces of a row from its squares to the rounded value
-// (held_rows.cuh).
+// them, or the segment's warps do (few enough for a load or two of each thread, the engine is the slower way), who wait for their segment alone;
+// with one, warps hold their pieces of a row from its squares to the rounded value (held_rows.cuh).
 // Reduction order: stream.cuh; the norm's sum of squares likewise by segments. Neither depends on M, the shape or the grid.
 #include "backend.h"
 #include "boxes.cuh"
@@ -26,8 +26,8 @@ using stream::kBoxWeightBytes;
 
 struct Params {
   CUtensorMap wide[2], narrow[2], scales[2];  // boxes of 128 and of 64 bytes a row, and int4's scales of 128
-  CUtensorMap x;                              // bf16, without a norm: boxes of a segment of all rows
-  const float* normed;                        // x with one
+  CUtensorMap boxes;                          // of x without a norm: a segment of all rows each
+  const void* x;                              // f32 with a norm, else bf16
   int ldx, k;
   const float* norm_w;
   float eps;
@@ -53,6 +53,7 @@ struct Shape {
   static constexpr int SPC = kSegments / CL, TW = WARPS / SPC * MT;  // segments a block, tiles side by side
   static constexpr int SLOT = MT * BOXES * kBoxWeightBytes, LINE = BOXES * 16, SCALES = INT4 ? MT * kTileRows * LINE : 0;  // LINE: of a row's scales
   static constexpr int WEIGHTS = WARPS * DEPTH * SLOT, BLOCK = ROWS * kBlockBytes;
+  static constexpr int FLIP = ROWS == 4 ? 64 : 0;  // between blocks: of four rows, every other one is swizzled as rows 4 to 7
   static constexpr int SET = kColumns * VALUES * 4;  // bytes of a tile's sums over a segment, of one or two columns
   // Slots that are asked for before the launch before has ended. A block that fills its multiprocessor begins when that has: then
   // activations come sooner if few weights stand before them.
@@ -107,7 +108,7 @@ struct Copies {
 };
 #endif
 
-template <WeightKind KIND, int ROWS, int MT, int CL, int WARPS, int BOXES, int DEPTH, int RESIDENT, int HELD, int PIECES>
+template <WeightKind KIND, int ROWS, int MT, int CL, int WARPS, int BOXES, int DEPTH, int RESIDENT, int HELD, int PIECES, bool BY_THREADS>
 __global__ __launch_bounds__(WARPS * kWarp, RESIDENT) void boxes_kernel(const __grid_constant__ Params p) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   using S = Shape<KIND, ROWS, MT, CL, WARPS, BOXES, DEPTH, RESIDENT>;
@@ -128,21 +129,22 @@ __global__ __launch_bounds__(WARPS * kWarp, RESIDENT) void boxes_kernel(const __
   uint8_t* const sums = smem + S::WEIGHTS + SPC * p.area + WARPS * DEPTH * S::SCALES;
   const uint32_t ring = shared_address(smem) + warp * (DEPTH * S::SLOT);
   const uint32_t scales = shared_address(smem) + S::WEIGHTS + SPC * p.area + warp * (DEPTH * S::SCALES);
+  constexpr bool ENGINE = HELD == 0 && !BY_THREADS;
   const uint32_t barriers = shared_address(landed + warp * DEPTH), activations = shared_address(came + local);
   const int block = begin * UNIT / kBlock;  // of activations, in whose middle a segment may begin
 
   if (lane == 0)
     for (int i = 0; i < DEPTH; ++i) barrier_init(barriers + i * 8, 1);
   if (CL > 1 && threadIdx.x == 0) barrier_init(shared_address(&met), 1);
-  if (HELD == 0 && warp < SPC && lane == 0) barrier_init(activations, 1);
+  if (ENGINE && warp < SPC && lane == 0) barrier_init(activations, 1);
   asm volatile("fence.mbarrier_init.release.cluster;\nfence.proxy.async.shared::cta;" ::: "memory");
   __syncwarp();
   cluster_arrive<CL>();  // the others may send once they have waited for it
   Copies<S> copies{p, count * parts, tiles0, first, begin, steps, paired, ring, scales, barriers, steps > 0 ? warp / SPC * MT : count * parts};
   copies.ask(S::EARLY);
   std::conditional_t<(HELD > 0), HeldRows<HELD, PIECES, CL, WARPS>, int> held;
-  if (HELD == 0 && threadIdx.x == 0) asm volatile("prefetch.tensormap [%0];" ::"l"(&p.x) : "memory");
-  if (HELD == 0) __syncthreads();  // every segment's barriers are there
+  if (ENGINE && threadIdx.x == 0) asm volatile("prefetch.tensormap [%0];" ::"l"(&p.boxes) : "memory");
+  if (ENGINE) __syncthreads();  // every segment's barriers are there
   if constexpr (HELD > 0) held.weights(p.norm_w, p.k, segment_begin(rank * SPC + local, units) * UNIT, segment_begin(rank * SPC + local + 1, units) * UNIT);
 
   wait_for_previous();
@@ -151,16 +153,24 @@ __global__ __launch_bounds__(WARPS * kWarp, RESIDENT) void boxes_kernel(const __
   if constexpr (HELD > 0) {
     copies.ask(DEPTH - S::EARLY);
     cluster_wait_others<CL>();
-    held.template stage<S::BLOCK>(staged, block * kBlock, squares, inverse, p.normed, p.ldx, p.rows, p.eps);
+    held.template stage<S::BLOCK>(staged, block * kBlock, squares, inverse, static_cast<const float*>(p.x), p.ldx, p.rows, p.eps);
     cluster_arrive<CL>();  // others may still read this block's squares: it must not leave before they have
     __syncthreads();
   } else {
-    if (warp < SPC && steps > 0 && elected()) {
-      barrier_expect(activations, p.area);
-      copy_blocks(shared_address(staged), &p.x, block, activations);
+    if constexpr (BY_THREADS) {
+      constexpr int SHARERS = WARPS / SPC * kWarp;  // threads of a segment
+      const int pieces = ((begin + steps) * UNIT - block * kBlock) / 8;
+      stage_blocks<ROWS, S::INT4>(staged, static_cast<const uint16_t*>(p.x) + block * kBlock, p.ldx, p.rows, steps > 0 ? pieces : 0,
+                                  warp / SPC * kWarp + lane, SHARERS, [&] { copies.ask(DEPTH - S::EARLY); });
+      asm volatile("bar.sync %0, %1;" ::"r"(local + 1), "n"(SHARERS) : "memory");
+    } else {
+      if (warp < SPC && steps > 0 && elected()) {
+        barrier_expect(activations, p.area);
+        copy_blocks(shared_address(staged), &p.boxes, block, activations);
+      }
+      __syncwarp();
+      copies.ask(DEPTH - S::EARLY);
     }
-    __syncwarp();
-    copies.ask(DEPTH - S::EARLY);
     cluster_wait_others<CL>();
   }
 
@@ -168,7 +178,7 @@ __global__ __launch_bounds__(WARPS * kWarp, RESIDENT) void boxes_kernel(const __
   // Column lane/4 of a tile has such a row that the two rows which eight lanes read lie in all banks.
   const int row = ROWS == 1 ? 0 : ROWS == 4 ? lane / 8 : stream::row_of_column(lane / 4);
   const uint32_t b_first = shared_address(staged) + row * kBlockBytes + (lane % 4 ^ row) * 16;
-  if (HELD == 0 && steps > 0) barrier_wait(activations, 0);
+  if (ENGINE && steps > 0) barrier_wait(activations, 0);
   uint32_t slot = ring, slot_scales = scales + lane / 4 * S::LINE, slot_barrier = barriers, parity = 0;
   bool met_parity = false;
   int tile = warp / SPC * MT;
@@ -184,7 +194,7 @@ __global__ __launch_bounds__(WARPS * kWarp, RESIDENT) void boxes_kernel(const __
 #pragma unroll 1
       for (int left = steps; left > 0;) {
         const auto b = [&](int nt, int part) {  // the part-th 32 elements from the block at b_at on
-          const uint32_t of = part < 2 ? b_at : (b_at + S::BLOCK) ^ (ROWS == 4 ? 64 : 0);
+          const uint32_t of = part < 2 ? b_at : (b_at + S::BLOCK) ^ S::FLIP;
           return load_shared16((of ^ (part % 2 * 64)) + nt * (kColumns * kBlockBytes));
         };
         barrier_wait(slot_barrier, parity);
@@ -198,16 +208,17 @@ __global__ __launch_bounds__(WARPS * kWarp, RESIDENT) void boxes_kernel(const __
             scale[i / 2][i % 2] = load_shared16(slot_scales + i / 2 * (S::SCALES / MT) + box * 16 + i % 2 * (kColumns * S::LINE));
           const bool second = unit % 2 != 0, half = left == 1 || second;
           if (half) {
-            multiply_box_unit<KIND>(acc, here + at.narrow, here + at.narrow + 512, scale, second, b);
+            multiply_box_unit<KIND, BY_THREADS>(acc, here + at.narrow, here + at.narrow + 512, scale, second, b);
           } else {
 #pragma unroll(S::SIDE_BY_SIDE)
             for (int i = 0; i < 2; ++i) {
               const uint32_t from = here + (at.wide ^ i * 64);
-              multiply_box_unit<KIND>(acc, from, from + 1024, scale, i != 0, b);
+              multiply_box_unit<KIND, BY_THREADS>(acc, from, from + 1024, scale, i != 0, b);
               if (S::INT4 && i == 0) b_at += 2 * S::BLOCK;
             }
           }
-          if (S::INT4 || second || !half) b_at += S::INT4 ? 2 * S::BLOCK : S::BLOCK;
+          if (S::INT4) b_at += 2 * S::BLOCK;
+          if (!S::INT4 && (second || !half)) b_at = (b_at + S::BLOCK) ^ S::FLIP;
           unit += half ? 1 : 2, left -= half ? 1 : 2;
         }
         __syncwarp();
@@ -297,7 +308,7 @@ using Kernel = void (*)(Params);
 template <WeightKind KIND, const auto& TABLE, size_t... I>
 Kernel kernel_at(int index, std::index_sequence<I...>) {
   constexpr Kernel kernels[] = {&boxes_kernel<KIND, TABLE[I].rows, TABLE[I].mt, TABLE[I].cl, TABLE[I].warps, TABLE[I].boxes, TABLE[I].depth,
-                                                    TABLE[I].resident, TABLE[I].held, TABLE[I].pieces>...};
+                                                    TABLE[I].resident, TABLE[I].held, TABLE[I].pieces, TABLE[I].by_threads>...};
   return kernels[index];
 }
 template <WeightKind KIND, const auto& TABLE>
@@ -316,10 +327,10 @@ bool CudaBackend::linear_boxes(const LinearArgs& a) {
   if (launch.variant < 0) return false;
   const stream::LinearBoxes& v = int4 ? stream::kBoxesInt4[launch.variant] : stream::kBoxesBf16[launch.variant];
   Params p{};
-  p.ldx = a.ldx, p.k = k, p.norm_w = a.norm_w, p.eps = a.eps, p.epilogue = a.epilogue, p.rows = a.max_rows, p.n_rows = a.n_rows;
+  p.x = a.x, p.ldx = a.ldx, p.k = k, p.norm_w = a.norm_w, p.eps = a.eps, p.epilogue = a.epilogue, p.rows = a.max_rows, p.n_rows = a.n_rows;
   p.outputs = tiles + others, p.batch = launch.batch, p.area = static_cast<int>(stream::box_area(v, kind, k));
-  if (a.norm_w != nullptr) p.normed = static_cast<const float*>(a.x);
-  else p.x = block_map(a.x, k / kBlock, static_cast<uint64_t>(a.ldx) * 2, a.max_rows, v.rows, p.area / (v.rows * kBlockBytes), v.rows > 1);
+  if (a.norm_w == nullptr && !v.by_threads)
+    p.boxes = block_map(a.x, k / kBlock, static_cast<uint64_t>(a.ldx) * 2, a.max_rows, v.rows, p.area / (v.rows * kBlockBytes), v.rows > 1);
   const uint64_t pitch = static_cast<uint64_t>(int4 ? k / 2 : k * 2);
   for (int i = 0; i < 2; ++i) {
     const int j = i < a.parts ? i : 0;

@@ -233,7 +233,9 @@ def test_the_products_of_a_k26_step_come_by_boxes() -> None:
         assert box_plan(True, 2048, rows, 448)[0]
         for outputs, paired in ((1152, True), (10240, False)):  # a dense layer's gate and up, and the head
             v = box_plan(False, 7168, rows, outputs, paired=paired, normed=True)[0]
-            assert v["cl"] == (1 if rows == 1 else 2 if rows <= 8 else 8), "fifteen clusters of eight read many bytes slower"
+            assert v["cl"] == (1 if rows == 1 else 2 if rows <= 8 else 8), (
+                "fifteen clusters of eight read many bytes slower"
+            )
 
 
 K26_SIZES = [1536, 2048, 7168, 8192, 16384, 18432]
