@@ -154,7 +154,7 @@ constexpr size_t wide_normed(const Device& device, int k, int rows) {
 // linear for up to kBoxRows rows by the bulk copy engine's boxes (cuda/linear_boxes.cu). rows: places of activation rows, 1, 4, 8 or 16. A
 // cluster of cl blocks shares K; a warp multiplies mt tiles side by side and has a ring of `depth` slots of `boxes` boxes of each; registers leave room
 // for `resident` blocks a multiprocessor, of which `spread` are of one launch. held: of a product with a norm, tasks a warp holds of `pieces` * 128
-// elements (cuda/held_rows.cuh); 0: without one, then threads stage activations or the bulk copy engine. It is for rows of up to `longest` values and
+// elements (cuda/held_rows.cuh); 0: without one, then threads stage activations or the bulk copy engine does. It is for rows of up to `longest` values and
 // up to `most` outputs.
 struct LinearBoxes {
   int rows, mt, cl, warps, boxes, depth, resident, held, pieces, longest, spread = 1, most = 1 << 30;
@@ -181,7 +181,7 @@ KDTREE_BOTH constexpr int box_sets(bool even, int rows) {
 // Bytes of a tile's sums: eight segments of 16 weight rows by its columns.
 constexpr int box_tile_sums(const LinearBoxes& v, WeightKind kind, int rows) {
   const bool even = at_even_columns(kind, v.rows);
-  return kSegments * box_sets(even, rows) * (even ? 64 : 128);
+  return kSegments * (v.by_threads ? (rows + 1) / 2 : box_sets(even, rows)) * (even ? 64 : 128);
 }
 // Bytes that a block keeps of the activations of a segment: the most blocks of them that one reaches into, which is an even number, so that all
 // begin where the bulk copy engine can swizzle.
@@ -195,11 +195,16 @@ constexpr size_t box_area(const LinearBoxes& v, WeightKind kind, int k) {
   const size_t even = static_cast<size_t>(v.rows == 1 ? (most + 7) / 8 * 8 : (most + 1) / 2 * 2);
   return even * v.rows * kBlockBytes;
 }
+// Bytes that it keeps of activations: segments, or rows that threads stage, in 128s, to which the engine copies what follows.
+constexpr size_t box_activations(const LinearBoxes& v, WeightKind kind, int k, int rows) {
+  const size_t staged = kZeros + static_cast<size_t>(v.rows <= kColumns ? rows : v.rows) * staged_stride(staged_length(k, v.cl, unit_of(kind)));
+  return v.by_threads ? (staged + 127) / 128 * 128 : kSegments / v.cl * box_area(v, kind, k);
+}
 constexpr size_t linear_box_shared(const LinearBoxes& v, WeightKind kind, int k, int rows, int batch, bool paired) {
   const size_t box = kBoxWeightBytes + (kind == WeightKind::kInt4 ? kBoxScaleBytes : 0);
   const size_t ring = static_cast<size_t>(v.warps) * v.depth * v.boxes * v.mt * box;
   const size_t sums = static_cast<size_t>((batch + v.cl - 1) / v.cl * (paired ? 2 : 1)) * box_tile_sums(v, kind, rows);
-  return ring + kSegments / v.cl * box_area(v, kind, k) + sums;
+  return ring + box_activations(v, kind, k, rows) + sums;
 }
 
 // Clusters of cl blocks that fill a multiprocessor each of which run at a time: those of four and eight take places that belong together, of which
@@ -221,8 +226,8 @@ constexpr Variant kLinearBf16[] = {{1, 1, 1, 8, 8, 2, 1}, {1, 1, 8, 8, 8, 2, 1},
                                    {2, 4, 8, 8, 5, 1, 4}, {2, 8, 8, 8, 4, 1, 8}, {1, 1, 8, 4, 4, 2, 1}};
 // In the order in which they are preferred; measured in docs/kernels.md.
 constexpr int kMany = 1 << 30, kFew = 512;  // outputs; few: clusters of eight, of which an H200 holds 15, read so much as fast as others
-constexpr LinearBoxes kBoxesInt4[] = {{4, 1, 1, 8, 1, 4, 2, 0, 0, 4096},
-                                      {1, 2, 2, 8, 1, 2, 2, 0, 0, kAnyK},
+constexpr LinearBoxes kBoxesInt4[] = {{4, 2, 2, 8, 1, 2, 2, 0, 0, 4096},
+                                      {1, 1, 1, 16, 1, 2, 2, 0, 0, kAnyK},
                                       {4, 2, 2, 8, 1, 2, 2, 0, 0, kAnyK},
                                       {8, 1, 2, 8, 1, 4, 2, 0, 0, 4096, 1, kMany, true},
                                       {8, 2, 2, 8, 1, 3, 1, 0, 0, kAnyK},

@@ -58,7 +58,7 @@ __device__ __forceinline__ BoxOffsets box_offsets(int lane) {
 
 // One unit of MT tiles, whose boxes follow each other, the first or the second of a box: at the lane's place in the first tile's, of bf16 also at
 // the row eight below. scale (int4): the box's eight groups of a tile's row lane/4 and of the one eight below. b(nt, part): the lane's sixteen bytes
-// of activations of the part-th 32 elements of the unit, of bf16 of its block, in K's order or (int4, ORDERED) the nibbles'. acc: of VALUES 4 a
+// of activations of the part-th 32 elements of the unit, of bf16 of its block, in K's order or (ORDERED) the nibbles'. acc: of VALUES 4 a
 // fragment of each tile of eight columns, of 2 its even columns.
 template <WeightKind KIND, bool ORDERED, int MT, int NT, int VALUES, typename Activations>
 __device__ __forceinline__ void multiply_box_unit(float (&acc)[MT][NT][VALUES], uint32_t at, uint32_t at_below, const uint4 (&scale)[MT][2],
@@ -110,49 +110,21 @@ __device__ __forceinline__ void multiply_box_unit(float (&acc)[MT][NT][VALUES], 
       }
     }
   } else {
-    // Of a lane's eight elements 0, 1, 4, 5 are multiplied first, then 2, 3, 6, 7.
+    // Of a lane's eight elements 0, 1, 4, 5 are multiplied first, then 2, 3, 6, 7: in the nibbles' order those of the first two words.
     uint32_t first[MT][4], later[MT][4];
 #pragma unroll
     for (int i = 0; i < MT * 2; ++i) {
-      const uint4 w = load_shared16((i % 2 == 0 ? at : at_below) + i / 2 * stream::kBoxWeightBytes);
-      first[i / 2][i % 2] = w.x, first[i / 2][i % 2 + 2] = w.z, later[i / 2][i % 2] = w.y, later[i / 2][i % 2 + 2] = w.w;
+      const uint4 v = load_shared16((i % 2 == 0 ? at : at_below) + i / 2 * stream::kBoxWeightBytes), w = ORDERED ? in_order(v) : make_uint4(v.x, v.z, v.y, v.w);
+      first[i / 2][i % 2] = w.x, first[i / 2][i % 2 + 2] = w.y, later[i / 2][i % 2] = w.z, later[i / 2][i % 2 + 2] = w.w;
     }
 #pragma unroll
     for (int nt = 0; nt < NT; ++nt) {
-      const uint4 x = b(nt, second);
+      const uint4 v = b(nt, second), x = ORDERED ? v : make_uint4(v.x, v.z, v.y, v.w);
 #pragma unroll
       for (int mt = 0; mt < MT; ++mt) {
-        multiply_add(acc[mt][nt], first[mt], x.x, x.z, acc[mt][nt]);
-        multiply_add(acc[mt][nt], later[mt], x.y, x.w, acc[mt][nt]);
+        multiply_add(acc[mt][nt], first[mt], x.x, x.y, acc[mt][nt]);
+        multiply_add(acc[mt][nt], later[mt], x.z, x.w, acc[mt][nt]);
       }
-    }
-  }
-}
-
-// Rows of `pieces` * 8 bf16 numbers, `ldx` apart, put where the bulk copy engine would, by `threads` threads of which this is number `thread`.
-// ROWS: places of rows, 8 or 16. ORDERED: each eight in the nibbles' order. between(): called once, behind the first loads.
-template <int ROWS, bool ORDERED, typename Between>
-__device__ __forceinline__ void stage_blocks(uint8_t* staged, const uint16_t* x, int ldx, int rows, int pieces, int thread, int threads,
-                                             const Between& between) {
-  static_assert(ROWS % kColumns == 0, "all blocks are swizzled alike");
-  constexpr int AHEAD = 4;  // pieces of a thread in flight
-  // A thread's pieces are `threads` apart: so many rows and so many pieces.
-  const int rows_on = threads / max(pieces, 1), pieces_on = threads - rows_on * pieces;
-  int row = pieces > 0 ? thread / pieces : rows, at = thread - row * pieces;
-  for (bool begun = false; row < rows || !begun; begun = true) {
-    uint4 v[AHEAD];
-    int to[AHEAD];
-#pragma unroll
-    for (int a = 0; a < AHEAD; ++a) {
-      to[a] = row < rows ? (at / 8 * ROWS + row) * stream::kBlockBytes + (at % 8 ^ row % 8) * 16 : -1;
-      v[a] = row < rows ? *reinterpret_cast<const uint4*>(x + (row * ldx + at * 8)) : uint4{};
-      row += rows_on, at += pieces_on;
-      if (at >= pieces) at -= pieces, ++row;
-    }
-    if (!begun) between();
-#pragma unroll
-    for (int a = 0; a < AHEAD; ++a) {
-      if (to[a] >= 0) *reinterpret_cast<uint4*>(staged + to[a]) = ORDERED ? in_order(v[a]) : v[a];
     }
   }
 }

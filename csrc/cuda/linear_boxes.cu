@@ -8,8 +8,8 @@
 // launch's. The blocks of a cluster have kSegments/CL segments each of all the cluster's tiles. A tile's sums go to the block that adds its
 // eight: in a cluster through distributed shared memory, counted by a barrier there, so that nobody waits for a block that has nothing for it.
 // Activations stand in blocks of 64 elements of all rows, swizzled like weights and in K's own order. Without a norm the bulk copy engine brings
-// them, or the segment's warps do (few enough for a load or two of each thread, the engine is the slower way), who wait for their segment alone;
-// with one, warps hold their pieces of a row from its squares to the rounded value (held_rows.cuh).
+// them, a segment at a time, for which alone its warps wait; with one, warps hold their pieces of a row from its squares to the rounded value
+// (held_rows.cuh). Where threads stage them, which is the quicker way to few, they stand row after row in the nibbles' order (stream.cuh).
 // Reduction order: stream.cuh; the norm's sum of squares likewise by segments. Neither depends on M, the shape or the grid.
 #include "backend.h"
 #include "boxes.cuh"
@@ -23,6 +23,7 @@ using namespace cuda;
 using stream::kBlock;
 using stream::kBlockBytes;
 using stream::kBoxWeightBytes;
+using stream::kZeros;
 
 struct Params {
   CUtensorMap wide[2], narrow[2], scales[2];  // boxes of 128 and of 64 bytes a row, and int4's scales of 128
@@ -37,7 +38,8 @@ struct Params {
   Epilogue epilogue;
   int outputs;  // tiles, or pairs of them for kSiluMul, shared out among the clusters
   int batch;    // of a cluster, whose sums meet at a time
-  int area;     // bytes of a segment's activations
+  int activations;  // bytes of them in a block
+  int stride;       // between rows that threads stage
   int rows;     // at most
   const int32_t* n_rows;
 };
@@ -55,9 +57,6 @@ struct Shape {
   static constexpr int WEIGHTS = WARPS * DEPTH * SLOT, BLOCK = ROWS * kBlockBytes;
   static constexpr int FLIP = ROWS == 4 ? 64 : 0;  // between blocks: of four rows, every other one is swizzled as rows 4 to 7
   static constexpr int SET = kColumns * VALUES * 4;  // bytes of a tile's sums over a segment, of one or two columns
-  // Slots that are asked for before the launch before has ended. A block that fills its multiprocessor begins when that has: then
-  // activations come sooner if few weights stand before them.
-  static constexpr int EARLY = RESIDENT > 1 ? DEPTH : 1;
   static constexpr int SIDE_BY_SIDE = INT4 && WARPS * RESIDENT > 16 ? 1 : 2;  // units of a box, if registers are enough
   static_assert(WARPS % SPC == 0, "a warp has one segment");
   static_assert(MT == 1 || BOXES == 1, "a slot's boxes are of one tile or one of each");
@@ -124,14 +123,20 @@ __global__ __launch_bounds__(WARPS * kWarp, RESIDENT) void boxes_kernel(const __
   const bool paired = p.epilogue == Epilogue::kSiluMul;
   const int parts = paired ? 2 : 1, tiles0 = (p.n[0] + kTileRows - 1) / kTileRows;
   const int first = stream::share_begin(p.outputs, clusters, cluster), count = stream::share_begin(p.outputs, clusters, cluster + 1) - first;
-  const int sets = stream::box_sets(VALUES == 2, p.rows), tile_sums = kSegments * sets * S::SET;
-  uint8_t* const staged = smem + S::WEIGHTS + local * p.area;  // the warp's segment
-  uint8_t* const sums = smem + S::WEIGHTS + SPC * p.area + WARPS * DEPTH * S::SCALES;
+  const int sets = BY_THREADS ? (p.rows + 1) / 2 : stream::box_sets(VALUES == 2, p.rows), tile_sums = kSegments * sets * S::SET;
+  uint8_t* const staged = smem + S::WEIGHTS + (BY_THREADS ? kZeros : local * p.activations / SPC);  // all rows, or the warp's segment
+  uint8_t* const sums = smem + S::WEIGHTS + p.activations + WARPS * DEPTH * S::SCALES;
   const uint32_t ring = shared_address(smem) + warp * (DEPTH * S::SLOT);
-  const uint32_t scales = shared_address(smem) + S::WEIGHTS + SPC * p.area + warp * (DEPTH * S::SCALES);
+  const uint32_t scales = shared_address(smem) + S::WEIGHTS + p.activations + warp * (DEPTH * S::SCALES);
   constexpr bool ENGINE = HELD == 0 && !BY_THREADS;
+  // Slots that are asked for before the launch before has ended. A block that fills its multiprocessor begins when that has, and the engine takes
+  // requests in turn: then activations come sooner if few weights stand before them.
+  constexpr int EARLY = RESIDENT == 1 || (ENGINE && CL > 1) ? 1 : DEPTH;
   const uint32_t barriers = shared_address(landed + warp * DEPTH), activations = shared_address(came + local);
   const int block = begin * UNIT / kBlock;  // of activations, in whose middle a segment may begin
+  // Staged by threads: columns without a row stage nothing; their lanes read zeros, again and again.
+  const int columns = NT == 1 ? p.rows : NT * kColumns, k_first = segment_begin(rank * SPC, units) * UNIT;
+  const bool absent = BY_THREADS && lane / 4 >= columns;
 
   if (lane == 0)
     for (int i = 0; i < DEPTH; ++i) barrier_init(barriers + i * 8, 1);
@@ -141,7 +146,7 @@ __global__ __launch_bounds__(WARPS * kWarp, RESIDENT) void boxes_kernel(const __
   __syncwarp();
   cluster_arrive<CL>();  // the others may send once they have waited for it
   Copies<S> copies{p, count * parts, tiles0, first, begin, steps, paired, ring, scales, barriers, steps > 0 ? warp / SPC * MT : count * parts};
-  copies.ask(S::EARLY);
+  copies.ask(EARLY);
   std::conditional_t<(HELD > 0), HeldRows<HELD, PIECES, CL, WARPS>, int> held;
   if (ENGINE && threadIdx.x == 0) asm volatile("prefetch.tensormap [%0];" ::"l"(&p.boxes) : "memory");
   if (ENGINE) __syncthreads();  // every segment's barriers are there
@@ -151,25 +156,25 @@ __global__ __launch_bounds__(WARPS * kWarp, RESIDENT) void boxes_kernel(const __
   // Rows that do not count are staged and multiplied like the others, which need not wait for the count to arrive; they are not written.
   int counted = load_early(p.n_rows);
   if constexpr (HELD > 0) {
-    copies.ask(DEPTH - S::EARLY);
+    copies.ask(DEPTH - EARLY);
     cluster_wait_others<CL>();
     held.template stage<S::BLOCK>(staged, block * kBlock, squares, inverse, static_cast<const float*>(p.x), p.ldx, p.rows, p.eps);
     cluster_arrive<CL>();  // others may still read this block's squares: it must not leave before they have
     __syncthreads();
   } else {
     if constexpr (BY_THREADS) {
-      constexpr int SHARERS = WARPS / SPC * kWarp;  // threads of a segment
-      const int pieces = ((begin + steps) * UNIT - block * kBlock) / 8;
-      stage_blocks<ROWS, S::INT4>(staged, static_cast<const uint16_t*>(p.x) + block * kBlock, p.ldx, p.rows, steps > 0 ? pieces : 0,
-                                  warp / SPC * kWarp + lane, SHARERS, [&] { copies.ask(DEPTH - S::EARLY); });
-      asm volatile("bar.sync %0, %1;" ::"r"(local + 1), "n"(SHARERS) : "memory");
+      const int length = segment_begin((rank + 1) * SPC, units) * UNIT - k_first;
+      stage_rows(staged, p.stride, static_cast<const uint16_t*>(p.x), p.ldx, p.rows, columns, p.k, k_first, length,
+                 [&] { copies.ask(DEPTH - EARLY); });
+      if (threadIdx.x < kZeros / 16) reinterpret_cast<uint4*>(staged - kZeros)[threadIdx.x] = make_uint4(0, 0, 0, 0);
+      __syncthreads();
     } else {
       if (warp < SPC && steps > 0 && elected()) {
-        barrier_expect(activations, p.area);
+        barrier_expect(activations, p.activations / SPC);
         copy_blocks(shared_address(staged), &p.boxes, block, activations);
       }
       __syncwarp();
-      copies.ask(DEPTH - S::EARLY);
+      copies.ask(DEPTH - EARLY);
     }
     cluster_wait_others<CL>();
   }
@@ -177,7 +182,9 @@ __global__ __launch_bounds__(WARPS * kWarp, RESIDENT) void boxes_kernel(const __
   const BoxOffsets at = box_offsets<KIND>(lane);
   // Column lane/4 of a tile has such a row that the two rows which eight lanes read lie in all banks.
   const int row = ROWS == 1 ? 0 : ROWS == 4 ? lane / 8 : stream::row_of_column(lane / 4);
-  const uint32_t b_first = shared_address(staged) + row * kBlockBytes + (lane % 4 ^ row) * 16;
+  const uint32_t b_row = BY_THREADS ? (absent ? 0 - static_cast<uint32_t>(kZeros) : lane / 4 * p.stride + (begin * UNIT - k_first) * 2) + lane % 4 * 16
+                                    : row * kBlockBytes + (lane % 4 ^ row) * 16;
+  const uint32_t b_first = shared_address(staged) + b_row, b_unit = absent ? 0 : UNIT * 2;
   if (ENGINE && steps > 0) barrier_wait(activations, 0);
   uint32_t slot = ring, slot_scales = scales + lane / 4 * S::LINE, slot_barrier = barriers, parity = 0;
   bool met_parity = false;
@@ -194,6 +201,7 @@ __global__ __launch_bounds__(WARPS * kWarp, RESIDENT) void boxes_kernel(const __
 #pragma unroll 1
       for (int left = steps; left > 0;) {
         const auto b = [&](int nt, int part) {  // the part-th 32 elements from the block at b_at on
+          if constexpr (BY_THREADS) return load_shared16(b_at + nt * kColumns * p.stride + (S::INT4 ? part * 64 : 0));
           const uint32_t of = part < 2 ? b_at : (b_at + S::BLOCK) ^ S::FLIP;
           return load_shared16((of ^ (part % 2 * 64)) + nt * (kColumns * kBlockBytes));
         };
@@ -209,16 +217,18 @@ __global__ __launch_bounds__(WARPS * kWarp, RESIDENT) void boxes_kernel(const __
           const bool second = unit % 2 != 0, half = left == 1 || second;
           if (half) {
             multiply_box_unit<KIND, BY_THREADS>(acc, here + at.narrow, here + at.narrow + 512, scale, second, b);
+            if (BY_THREADS) b_at += b_unit;
           } else {
 #pragma unroll(S::SIDE_BY_SIDE)
             for (int i = 0; i < 2; ++i) {
               const uint32_t from = here + (at.wide ^ i * 64);
               multiply_box_unit<KIND, BY_THREADS>(acc, from, from + 1024, scale, i != 0, b);
-              if (S::INT4 && i == 0) b_at += 2 * S::BLOCK;
+              if (BY_THREADS) b_at += b_unit;
+              if (!BY_THREADS && S::INT4 && i == 0) b_at += 2 * S::BLOCK;
             }
           }
-          if (S::INT4) b_at += 2 * S::BLOCK;
-          if (!S::INT4 && (second || !half)) b_at = (b_at + S::BLOCK) ^ S::FLIP;
+          if (!BY_THREADS && S::INT4) b_at += 2 * S::BLOCK;
+          if (!BY_THREADS && !S::INT4 && (second || !half)) b_at = (b_at + S::BLOCK) ^ S::FLIP;
           unit += half ? 1 : 2, left -= half ? 1 : 2;
         }
         __syncwarp();
@@ -281,7 +291,7 @@ __global__ __launch_bounds__(WARPS * kWarp, RESIDENT) void boxes_kernel(const __
       }
 #pragma unroll
       for (int e = 0; e < VALUES; ++e) {
-        const int m = VALUES == 2 ? set : stream::row_of_set(set, e % 2), n = (at_output - part * tiles0) * kTileRows + g + e / (VALUES / 2) * 8;
+        const int m = VALUES == 2 ? set : BY_THREADS ? set * 2 + e % 2 : stream::row_of_set(set, e % 2), n = (at_output - part * tiles0) * kTileRows + g + e / (VALUES / 2) * 8;
         if (m >= rows || n >= p.n[part]) continue;
         const size_t place = static_cast<size_t>(m) * p.ldo[part] + n;
         if (paired) {
@@ -328,9 +338,10 @@ bool CudaBackend::linear_boxes(const LinearArgs& a) {
   const stream::LinearBoxes& v = int4 ? stream::kBoxesInt4[launch.variant] : stream::kBoxesBf16[launch.variant];
   Params p{};
   p.x = a.x, p.ldx = a.ldx, p.k = k, p.norm_w = a.norm_w, p.eps = a.eps, p.epilogue = a.epilogue, p.rows = a.max_rows, p.n_rows = a.n_rows;
-  p.outputs = tiles + others, p.batch = launch.batch, p.area = static_cast<int>(stream::box_area(v, kind, k));
+  p.outputs = tiles + others, p.batch = launch.batch, p.activations = static_cast<int>(stream::box_activations(v, kind, k, a.max_rows));
+  p.stride = stream::staged_stride(stream::staged_length(k, v.cl, stream::unit_of(kind)));
   if (a.norm_w == nullptr && !v.by_threads)
-    p.boxes = block_map(a.x, k / kBlock, static_cast<uint64_t>(a.ldx) * 2, a.max_rows, v.rows, p.area / (v.rows * kBlockBytes), v.rows > 1);
+    p.boxes = block_map(a.x, k / kBlock, static_cast<uint64_t>(a.ldx) * 2, a.max_rows, v.rows, p.activations / (kSegments / v.cl * v.rows * kBlockBytes), v.rows > 1);
   const uint64_t pitch = static_cast<uint64_t>(int4 ? k / 2 : k * 2);
   for (int i = 0; i < 2; ++i) {
     const int j = i < a.parts ? i : 0;
