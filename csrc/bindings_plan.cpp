@@ -53,7 +53,7 @@ int as_int(int64_t value, const char* what) {
   return static_cast<int>(value);
 }
 
-// linear by boxes on Hopper: nt cl warps boxes depth resident held pieces spread, then clusters, outputs a cluster adds at a time, bytes of shared memory a
+// linear by boxes on Hopper: rows mt cl warps boxes depth resident held pieces spread, then clusters, outputs a cluster adds at a time, bytes of shared memory a
 // block, and where the clusters' shares of the outputs begin, the end last. Empty where another kernel serves.
 std::vector<int64_t> linear_box_plan(bool int4, int64_t k, int64_t rows, int64_t outputs, bool paired, bool normed, bool hopper, int64_t shared) {
   const stream::Device device{true, 132, static_cast<size_t>(shared), hopper};
@@ -62,7 +62,7 @@ std::vector<int64_t> linear_box_plan(bool int4, int64_t k, int64_t rows, int64_t
   const stream::BoxLaunch launch = stream::plan_linear_boxes(device, kind, as_int(k, "k"), as_int(rows, "rows"), all, paired, normed);
   if (launch.variant < 0) return {};
   const stream::LinearBoxes& v = int4 ? stream::kBoxesInt4[launch.variant] : stream::kBoxesBf16[launch.variant];
-  std::vector<int64_t> found{v.nt, v.cl, v.warps, v.boxes, v.depth, v.resident, v.held, v.pieces, v.spread, launch.clusters, launch.batch, static_cast<int64_t>(launch.shared)};
+  std::vector<int64_t> found{v.rows, v.mt, v.cl, v.warps, v.boxes, v.depth, v.resident, v.held, v.pieces, v.spread, launch.clusters, launch.batch, static_cast<int64_t>(launch.shared)};
   for (int i = 0; i <= launch.clusters; ++i) found.push_back(stream::share_begin(all, launch.clusters, i));
   return found;
 }

@@ -151,27 +151,60 @@ constexpr size_t wide_normed(const Device& device, int k, int rows) {
   return serves ? static_cast<size_t>(rows) * k * sizeof(uint16_t) : 0;
 }
 
-// linear for up to kBoxRows rows by the bulk copy engine's boxes (cuda/linear_boxes.cu). nt: tiles of eight activation rows; 0: up to four rows, at the
-// even columns of a tile, int4 alone. A cluster of cl blocks shares K; a warp's ring holds `depth` slots of `boxes` boxes; registers leave room for
-// `resident` blocks a multiprocessor, of which `spread` are of one launch. held: of a product with a norm, tasks a warp holds of `pieces` * 128 elements
-// (cuda/held_rows.cuh); 0: without one. It is for rows of up to `longest` values.
+// linear for up to kBoxRows rows by the bulk copy engine's boxes (cuda/linear_boxes.cu). rows: places of activation rows, 1, 4, 8 or 16. A
+// cluster of cl blocks shares K; a warp multiplies mt tiles side by side and has a ring of `depth` slots of `boxes` boxes of each; registers leave room
+// for `resident` blocks a multiprocessor, of which `spread` are of one launch. held: of a product with a norm, tasks a warp holds of `pieces` * 128
+// elements (cuda/held_rows.cuh); 0: without one, then threads stage activations or the bulk copy engine does. It is for rows of up to `longest` values and
+// up to `most` outputs.
 struct LinearBoxes {
-  int nt, cl, warps, boxes, depth, resident, held, pieces, longest, spread = 1;
+  int rows, mt, cl, warps, boxes, depth, resident, held, pieces, longest, spread = 1, most = 1 << 30;
+  bool by_threads = false;
 };
 constexpr int kBoxRows = 16, kAnyK = 1 << 30;
+constexpr int kBlock = 64, kBlockBytes = 128;  // elements of a block of activations, bytes of its row
 constexpr int kBoxWeightBytes = 2048, kBoxScaleBytes = 256;  // 16 rows x 128 bytes, and int4's scales of them
-constexpr size_t kLinearBoxStatic = 2 << 10;                       // static shared memory of the kernels, at most
+constexpr size_t kLinearBoxStatic = 1 << 10;                       // static shared memory of the kernels, at most
 
 // Where worker w's share of `all` begins; that of worker `workers` is the end.
 KDTREE_BOTH constexpr int share_begin(int all, int workers, int w) { return all / workers * w + all % workers * w / workers; }
 
-constexpr int box_columns(const LinearBoxes& v) { return v.nt == 0 ? kColumns / 2 : v.nt * kColumns; }
-// Bytes of a tile's sums: eight segments of 16 weight rows by its columns, two of them a set unless nt is 0.
-constexpr int box_tile_sums(const LinearBoxes& v, int rows) { return kSegments * (v.nt == 0 ? rows * 64 : (rows + 1) / 2 * 128); }
+// Up to four int4 rows stand at the even columns of a tile of eight, so that a lane has half as many sums to scale.
+KDTREE_BOTH constexpr bool at_even_columns(WeightKind kind, int rows) { return kind == WeightKind::kInt4 && rows <= kColumns / 2; }
+// Otherwise columns 2i and 2i + 1 of a tile are rows i and i + 4, and a set of sums is of two columns.
+KDTREE_BOTH constexpr int row_of_column(int column) { return column / 2 + column % 2 * (kColumns / 2); }
+KDTREE_BOTH constexpr int row_of_set(int set, int odd) { return set / 4 * kColumns + row_of_column(set % 4 * 2 + odd); }
+// Sets that have a row.
+KDTREE_BOTH constexpr int box_sets(bool even, int rows) {
+  const int rest = rows % kColumns;
+  return even ? rows : rows / kColumns * 4 + (rest < 4 ? rest : 4);
+}
+// Bytes of a tile's sums: eight segments of 16 weight rows by its columns.
+constexpr int box_tile_sums(const LinearBoxes& v, WeightKind kind, int rows) {
+  const bool even = at_even_columns(kind, v.rows);
+  return kSegments * (v.by_threads ? (rows + 1) / 2 : box_sets(even, rows)) * (even ? 64 : 128);
+}
+// Bytes that a block keeps of the activations of a segment: the most blocks of them that one reaches into, which is an even number, so that all
+// begin where the bulk copy engine can swizzle.
+constexpr size_t box_area(const LinearBoxes& v, WeightKind kind, int k) {
+  const int unit = unit_of(kind), units = (k + unit - 1) / unit;
+  int most = 0;
+  for (int s = 0; s < kSegments; ++s) {
+    const int begin = segment_begin(s, units) * unit / kBlock, end = (segment_begin(s + 1, units) * unit + kBlock - 1) / kBlock;
+    if (most < end - begin) most = end - begin;
+  }
+  const size_t even = static_cast<size_t>(v.rows == 1 ? (most + 7) / 8 * 8 : (most + 1) / 2 * 2);
+  return even * v.rows * kBlockBytes;
+}
+// Bytes that it keeps of activations: segments, or rows that threads stage, in 128s, to which the engine copies what follows.
+constexpr size_t box_activations(const LinearBoxes& v, WeightKind kind, int k, int rows) {
+  const size_t staged = kZeros + static_cast<size_t>(v.rows <= kColumns ? rows : v.rows) * staged_stride(staged_length(k, v.cl, unit_of(kind)));
+  return v.by_threads ? (staged + 127) / 128 * 128 : kSegments / v.cl * box_area(v, kind, k);
+}
 constexpr size_t linear_box_shared(const LinearBoxes& v, WeightKind kind, int k, int rows, int batch, bool paired) {
-  const size_t ring = static_cast<size_t>(v.warps) * v.depth * v.boxes * (kBoxWeightBytes + (kind == WeightKind::kInt4 ? kBoxScaleBytes : 0));
-  const size_t sums = static_cast<size_t>((batch + v.cl - 1) / v.cl * (paired ? 2 : 1)) * box_tile_sums(v, rows);
-  return ring + sums + kZeros + static_cast<size_t>(v.nt < 2 ? rows : box_columns(v)) * staged_stride(staged_length(k, v.cl, unit_of(kind)));
+  const size_t box = kBoxWeightBytes + (kind == WeightKind::kInt4 ? kBoxScaleBytes : 0);
+  const size_t ring = static_cast<size_t>(v.warps) * v.depth * v.boxes * v.mt * box;
+  const size_t sums = static_cast<size_t>((batch + v.cl - 1) / v.cl * (paired ? 2 : 1)) * box_tile_sums(v, kind, rows);
+  return ring + box_activations(v, kind, k, rows) + sums;
 }
 
 // Clusters of cl blocks that fill a multiprocessor each of which run at a time: those of four and eight take places that belong together, of which
@@ -192,12 +225,27 @@ constexpr Variant kLinearInt4[] = {{2, 1, 1, 8, 3, 2, 1}, {1, 1, 1, 16, 4, 1, 1}
 constexpr Variant kLinearBf16[] = {{1, 1, 1, 8, 8, 2, 1}, {1, 1, 8, 8, 8, 2, 1}, {1, 2, 1, 16, 4, 1, 2}, {2, 2, 8, 8, 6, 2, 2},
                                    {2, 4, 8, 8, 5, 1, 4}, {2, 8, 8, 8, 4, 1, 8}, {1, 1, 8, 4, 4, 2, 1}};
 // In the order in which they are preferred; measured in docs/kernels.md.
-constexpr LinearBoxes kBoxesInt4[] = {{0, 1, 8, 1, 4, 2, 0, 0, 4096},  {0, 2, 16, 1, 3, 1, 0, 0, kAnyK}, {1, 2, 8, 1, 4, 2, 0, 0, 4096},
-                                      {1, 2, 16, 1, 3, 1, 0, 0, kAnyK}, {2, 8, 8, 1, 3, 2, 0, 0, 4096}, {2, 2, 16, 1, 2, 1, 0, 0, kAnyK}};
-constexpr LinearBoxes kBoxesBf16[] = {{1, 1, 8, 2, 3, 2, 0, 0, 7168, 2},  {1, 2, 16, 2, 2, 1, 0, 0, kAnyK},   {2, 2, 16, 1, 3, 1, 0, 0, 4096},
-                                      {2, 8, 18, 1, 3, 1, 0, 0, kAnyK},   {1, 1, 16, 1, 2, 2, 2, 2, 2048, 2}, {1, 2, 16, 1, 2, 2, 2, 2, 2048, 2},
-                                      {2, 4, 16, 1, 2, 2, 2, 2, 2048, 2}, {1, 1, 8, 2, 3, 2, 1, 7, 7168},     {1, 8, 9, 2, 2, 2, 1, 7, 7168},
-                                      {2, 8, 9, 2, 3, 1, 2, 7, 7168}};
+constexpr int kMany = 1 << 30, kFew = 512;  // outputs; few: clusters of eight, of which an H200 holds 15, read so much as fast as others
+constexpr LinearBoxes kBoxesInt4[] = {{4, 2, 2, 8, 1, 2, 2, 0, 0, 4096},
+                                      {1, 1, 1, 16, 1, 2, 2, 0, 0, kAnyK},
+                                      {4, 2, 2, 8, 1, 2, 2, 0, 0, kAnyK},
+                                      {8, 1, 2, 8, 1, 4, 2, 0, 0, 4096, 1, kMany, true},
+                                      {8, 2, 2, 8, 1, 3, 1, 0, 0, kAnyK},
+                                      {16, 1, 8, 8, 1, 3, 2, 0, 0, 4096, 1, kMany, true},
+                                      {16, 2, 2, 8, 1, 2, 1, 0, 0, kAnyK}};
+constexpr LinearBoxes kBoxesBf16[] = {{1, 1, 1, 8, 2, 3, 2, 0, 0, 4096, 2},
+                                      {1, 1, 2, 16, 2, 2, 1, 0, 0, kAnyK},
+                                      {4, 1, 2, 16, 2, 2, 1, 0, 0, kAnyK},
+                                      {8, 1, 2, 16, 2, 2, 1, 0, 0, kAnyK},
+                                      {16, 2, 2, 8, 1, 3, 1, 0, 0, 7168},
+                                      {16, 1, 8, 18, 1, 3, 1, 0, 0, kAnyK, 1, kMany, true},
+                                      {8, 1, 1, 16, 1, 2, 2, 2, 2, 2048, 2},
+                                      {8, 1, 2, 16, 1, 2, 2, 2, 2, 2048, 2},
+                                      {16, 1, 4, 16, 1, 2, 2, 2, 2, 2048, 2},
+                                      {1, 1, 1, 8, 2, 4, 1, 1, 7, 7168},
+                                      {8, 1, 8, 9, 2, 2, 2, 1, 7, 7168, 1, kFew},
+                                      {8, 1, 2, 16, 2, 2, 1, 2, 7, 7168},
+                                      {16, 1, 8, 9, 2, 3, 1, 2, 7, 7168}};
 constexpr int kShort = 4096;  // int4 rows up to this are short enough for two blocks of eight warps; longer ones are one's with sixteen
 constexpr int kOwnNorm = 2;   // more rows are normed by the blocks of a cluster together, not by every block for itself
 
@@ -254,10 +302,15 @@ constexpr int choose_linear(const Device& device, WeightKind kind, int k, int ro
   };
   return kind == WeightKind::kInt4 ? choose(kLinearInt4, device, rows, paired, bytes) : choose(kLinearBf16, device, rows, paired, bytes);
 }
+// Outputs to add at a time, fewer than `batch`: tiles that a warp multiplies side by side are added together.
+constexpr int smaller_batch(int batch, int mt) {
+  const int half = (batch + 2 * mt - 1) / (2 * mt) * mt;
+  return half < batch ? half : 0;
+}
 // The first variant that takes all rows, and the norm if there is one, and of which as many blocks fit a multiprocessor as registers leave room
 // for; each cluster has the same number of outputs or one less.
-constexpr bool fits_linear_boxes(const LinearBoxes& v, WeightKind kind, int k, int rows, bool normed) {
-  if (rows > box_columns(v) || k > v.longest || normed != (v.held > 0)) return false;
+constexpr bool fits_linear_boxes(const LinearBoxes& v, WeightKind kind, int k, int rows, int outputs, bool normed) {
+  if (rows > v.rows || k > v.longest || outputs > v.most || normed != (v.held > 0)) return false;
   return !normed || (rows * (kSegments / v.cl) <= v.warps * v.held && staged_length(k, kSegments, unit_of(kind)) <= v.pieces * 128);
 }
 template <int COUNT>
@@ -265,9 +318,9 @@ constexpr BoxLaunch plan_linear_boxes(const LinearBoxes (&table)[COUNT], const D
   for (int i = 0; i < COUNT; ++i) {
     const LinearBoxes& v = table[i];
     const int most = clusters_at_once(device, v.cl) * v.spread;
-    if (most <= 0 || !fits_linear_boxes(v, kind, k, rows, normed)) continue;
+    if (most <= 0 || !fits_linear_boxes(v, kind, k, rows, outputs, normed)) continue;
     const int each = (outputs + most - 1) / most;
-    for (int batch = each; batch > 0; batch = batch == 1 ? 0 : (batch + 1) / 2) {
+    for (int batch = each; batch > 0; batch = smaller_batch(batch, v.mt)) {
       const size_t bytes = linear_box_shared(v, kind, k, rows, batch, paired);
       if ((bytes + kLinearBoxStatic + 1024) * static_cast<size_t>(v.resident) <= device.shared + 1024) return {i, (outputs + each - 1) / each, batch, bytes};
     }
@@ -277,8 +330,7 @@ constexpr BoxLaunch plan_linear_boxes(const LinearBoxes (&table)[COUNT], const D
 // int4: scales are copied sixteen bytes at a time, eight groups of a row.
 constexpr BoxLaunch plan_linear_boxes(const Device& device, WeightKind kind, int k, int rows, int outputs, bool paired, bool normed) {
   const bool int4 = kind == WeightKind::kInt4;
-  if (!device.wgmma || rows > kBoxRows || outputs <= 0 || k <= 0 || k % (int4 ? 256 : 8) != 0) return {};
-  if (paired && normed && rows <= kColumns) return {};  // clusters of eight are too few for so many bytes: a dense layer's gate and up
+  if (!device.wgmma || rows > kBoxRows || outputs <= 0 || k <= 0 || k % (int4 ? 256 : normed ? 8 : kBlock) != 0) return {};
   return int4 ? plan_linear_boxes(kBoxesInt4, device, kind, k, rows, outputs, paired, normed)
               : plan_linear_boxes(kBoxesBf16, device, kind, k, rows, outputs, paired, normed);
 }

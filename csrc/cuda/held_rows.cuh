@@ -7,7 +7,8 @@ namespace cuda {
 
 // A block has kSegments/CL segments of K of every row; a task is one of a row, and a warp has the tasks warp, warp + WARPS, ..., at most TASKS, all of
 // one segment, of at most PIECES * 128 elements. Of a piece lane l holds elements 4l .. 4l + 3.
-// Order: square_rows and inverse_rows (stream.cuh), in every bit; what is staged is stage_normed_rows'.
+// Order: square_rows and inverse_rows (stream.cuh), in every bit; what is staged are stage_normed_rows' values in K's order, in blocks of 64 elements
+// of all rows as the bulk copy engine would bring them, 128-byte rows swizzled.
 template <int TASKS, int PIECES, int CL, int WARPS>
 struct HeldRows {
   static constexpr int SPC = kSegments / CL;
@@ -23,9 +24,10 @@ struct HeldRows {
   }
   __device__ __forceinline__ bool there(int piece) const { return piece * 128 < left && at + piece * 128 < k; }
 
-  // squares: [row][SPC], inverse: [row]. Ends without a barrier.
-  __device__ __forceinline__ void stage(uint8_t* staged, int stride, int k_first, float* squares, float* inverse, const float* x, int ldx,
-                                        int rows, float eps) {
+  // staged: the warp's segment, whose first block of BLOCK bytes begins at element k_first. squares: [row][SPC], inverse: [row]. Ends without a barrier.
+  template <int BLOCK>
+  __device__ __forceinline__ void stage(uint8_t* staged, int k_first, float* squares, float* inverse, const float* x, int ldx, int rows,
+                                        float eps) {
     const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
     float4 v[TASKS][PIECES];
 #pragma unroll
@@ -52,17 +54,14 @@ struct HeldRows {
       const int row = (warp + t * WARPS) / SPC;
       if (row >= rows) break;
       const float f = inverse[row];
-      // Eight elements in the multiplication's order are two lanes': the even one has pairs (0,4) (1,5), the odd one (2,6) (3,7).
-      const bool odd = lane % 2 != 0;
-      uint8_t* const to = staged + row * stride + (at - k_first) / 8 * 16 + odd * 8;
+      const int from = at - k_first, swizzled = (from / 8 % 8 ^ row % 8) * 16 + from % 8 * 2;
+      uint8_t* const to = staged + from / stream::kBlock * BLOCK + row * stream::kBlockBytes + swizzled;
 #pragma unroll
       for (int i = 0; i < PIECES; ++i) {
         const float4 a = v[t][i], w = weight[i];
         const uint32_t low = pack_bf16(__fmul_rn(__fmul_rn(a.x, f), w.x), __fmul_rn(__fmul_rn(a.y, f), w.y));
         const uint32_t high = pack_bf16(__fmul_rn(__fmul_rn(a.z, f), w.z), __fmul_rn(__fmul_rn(a.w, f), w.w));
-        const uint32_t other = __shfl_xor_sync(kAll, odd ? low : high, 1);
-        const uint32_t p = odd ? other : low, q = odd ? high : other;
-        if (i * 128 < left) *reinterpret_cast<uint2*>(to + i * 256) = make_uint2(__byte_perm(p, q, 0x5410), __byte_perm(p, q, 0x7632));
+        if (i * 128 < left) *reinterpret_cast<uint2*>(to + i * (2 * BLOCK)) = make_uint2(low, high);
       }
     }
   }

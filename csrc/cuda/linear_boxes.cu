@@ -7,6 +7,9 @@
 // that all slots but one are on their way, before the launch before has ended too. Where two blocks fit a multiprocessor, one is the next
 // launch's. The blocks of a cluster have kSegments/CL segments each of all the cluster's tiles. A tile's sums go to the block that adds its
 // eight: in a cluster through distributed shared memory, counted by a barrier there, so that nobody waits for a block that has nothing for it.
+// Activations stand in blocks of 64 elements of all rows, swizzled like weights and in K's own order. Without a norm the bulk copy engine brings
+// them, a segment at a time, for which alone its warps wait; with one, warps hold their pieces of a row from its squares to the rounded value
+// (held_rows.cuh). Where threads stage them, which is the quicker way to few, they stand row after row in the nibbles' order (stream.cuh).
 // Reduction order: stream.cuh; the norm's sum of squares likewise by segments. Neither depends on M, the shape or the grid.
 #include "backend.h"
 #include "boxes.cuh"
@@ -17,11 +20,14 @@ namespace kdtree {
 namespace {
 
 using namespace cuda;
+using stream::kBlock;
+using stream::kBlockBytes;
 using stream::kBoxWeightBytes;
 using stream::kZeros;
 
 struct Params {
   CUtensorMap wide[2], narrow[2], scales[2];  // boxes of 128 and of 64 bytes a row, and int4's scales of 128
+  CUtensorMap boxes;                          // of x without a norm: a segment of all rows each
   const void* x;                              // f32 with a norm, else bf16
   int ldx, k;
   const float* norm_w;
@@ -32,27 +38,28 @@ struct Params {
   Epilogue epilogue;
   int outputs;  // tiles, or pairs of them for kSiluMul, shared out among the clusters
   int batch;    // of a cluster, whose sums meet at a time
-  int stride;   // bytes between staged rows
+  int activations;  // bytes of them in a block
+  int stride;       // between rows that threads stage
   int rows;     // at most
   const int32_t* n_rows;
 };
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-// NT: tiles of eight rows of activations; 0: up to four rows, at the even columns of one (int4). BOXES: of a slot.
-template <WeightKind KIND, int NT, int CL, int WARPS, int BOXES_, int DEPTH_, int RESIDENT>
+// ROWS: places of activation rows, 1, 4 (int4), 8 or 16; up to four int4 rows stand at the even columns of a tile of eight. MT: tiles of
+// weights a warp multiplies side by side. BOXES: of a tile in a slot.
+template <WeightKind KIND, int ROWS, int MT_, int CL, int WARPS, int BOXES_, int DEPTH_, int RESIDENT>
 struct Shape {
-  static constexpr int TILES = NT == 0 ? 1 : NT, VALUES = NT == 0 ? 2 : 4, COLUMNS = NT == 0 ? kColumns / 2 : NT * kColumns;
-  static constexpr int BOXES = BOXES_, DEPTH = DEPTH_;
-  static constexpr int SPC = kSegments / CL, TW = WARPS / SPC;  // segments a block, tiles side by side
-  static constexpr bool INT4 = KIND == WeightKind::kInt4, ABSENT = TILES == 1;  // columns may have no row
-  static constexpr int SLOT = BOXES * kBoxWeightBytes, LINE = BOXES * 16, SCALES = INT4 ? kTileRows * LINE : 0;  // LINE: of a row's scales
-  static constexpr int RING = WARPS * DEPTH * (SLOT + SCALES);
+  static constexpr bool INT4 = KIND == WeightKind::kInt4;
+  static constexpr int NT = (ROWS + kColumns - 1) / kColumns, VALUES = stream::at_even_columns(KIND, ROWS) ? 2 : 4;
+  static constexpr int MT = MT_, BOXES = BOXES_, DEPTH = DEPTH_;
+  static constexpr int SPC = kSegments / CL, TW = WARPS / SPC * MT;  // segments a block, tiles side by side
+  static constexpr int SLOT = MT * BOXES * kBoxWeightBytes, LINE = BOXES * 16, SCALES = INT4 ? MT * kTileRows * LINE : 0;  // LINE: of a row's scales
+  static constexpr int WEIGHTS = WARPS * DEPTH * SLOT, BLOCK = ROWS * kBlockBytes;
+  static constexpr int FLIP = ROWS == 4 ? 64 : 0;  // between blocks: of four rows, every other one is swizzled as rows 4 to 7
   static constexpr int SET = kColumns * VALUES * 4;  // bytes of a tile's sums over a segment, of one or two columns
-  // Slots that are asked for before the launch before has ended. A block that fills its multiprocessor begins when that has: then
-  // activations come sooner if few weights stand before them.
-  static constexpr int EARLY = RESIDENT > 1 ? DEPTH : 1;
+  static constexpr int SIDE_BY_SIDE = INT4 && WARPS * RESIDENT > 16 ? 1 : 2;  // units of a box, if registers are enough
   static_assert(WARPS % SPC == 0, "a warp has one segment");
-  static_assert(NT > 0 || INT4, "bf16 weights' sums are the fragments themselves");
+  static_assert(MT == 1 || BOXES == 1, "a slot's boxes are of one tile or one of each");
 };
 
 // The copying side of a warp: what its ring is to be filled with, slot after slot. The warp calls as one.
@@ -62,24 +69,32 @@ struct Copies {
   const int tiles, tiles0, first, begin, steps;  // of the cluster, of the first weight; the cluster's first output; the warp's segment
   const bool paired;
   const uint32_t ring, scales, barriers;
-  int tile, unit = 0, left = 0, row = 0;
+  int tile, unit = 0, left = 0, live = 0, row[S::MT];  // live: of the MT tiles, how many there are
   uint32_t to = ring, scales_to = scales, barrier = barriers;
-  const CUtensorMap* map = nullptr;  // wide boxes of the tile's weight; narrow ones and scales are two and four behind it
+  const CUtensorMap* map[S::MT];  // wide boxes of a tile's weight; narrow ones and scales are two and four behind it
 
   __device__ __forceinline__ void ask() {
     if (left == 0) {
       if (tile >= tiles) return;
-      const int at = first + (paired ? tile >> 1 : tile);
-      const bool second = paired ? tile % 2 != 0 : at >= tiles0;
-      map = p.wide + second, row = (second && !paired ? at - tiles0 : at) * kTileRows;
-      tile += S::TW, unit = begin, left = steps;
+#pragma unroll
+      for (int mt = 0; mt < S::MT; ++mt) {
+        const int at = first + (paired ? (tile + mt) >> 1 : tile + mt);
+        const bool second = paired ? (tile + mt) % 2 != 0 : at >= tiles0;
+        map[mt] = p.wide + second, row[mt] = (second && !paired ? at - tiles0 : at) * kTileRows;
+      }
+      live = min(tiles - tile, S::MT), tile += S::TW, unit = begin, left = steps;
     }
     const int head = 2 - unit % 2, full = min(left, head + 2 * (S::BOXES - 1));  // units of the first box, which begin where it does or in its middle, and of all
     if (elected()) {
-      barrier_expect(barrier, full * (kBoxWeightBytes / 2) + S::SCALES);
-      copy_box(to, min(full, head) == 1 ? map + 2 : map, unit * 64, row, barrier);
-      if (S::BOXES > 1 && full > head) copy_box(to + kBoxWeightBytes, full - head == 1 ? map + 2 : map, (unit + head) * 64, row, barrier);
-      if (S::INT4) copy_box(scales_to, map + 4, unit / 2 * 16, row, barrier);
+      barrier_expect(barrier, live * (full * (kBoxWeightBytes / 2) + S::SCALES / S::MT));
+#pragma unroll
+      for (int mt = 0; mt < S::MT; ++mt) {
+        if (mt >= live) break;
+        const uint32_t there = to + mt * kBoxWeightBytes;
+        copy_box(there, min(full, head) == 1 ? map[mt] + 2 : map[mt], unit * 64, row[mt], barrier);
+        if (S::BOXES > 1 && full > head) copy_box(there + kBoxWeightBytes, full - head == 1 ? map[mt] + 2 : map[mt], (unit + head) * 64, row[mt], barrier);
+        if (S::INT4) copy_box(scales_to + mt * (S::SCALES / S::MT), map[mt] + 4, unit / 2 * 16, row[mt], barrier);
+      }
     }
     unit += full, left -= full;
     const bool last = to == ring + (S::DEPTH - 1) * S::SLOT;
@@ -92,98 +107,128 @@ struct Copies {
 };
 #endif
 
-template <WeightKind KIND, int NT, int CL, int WARPS, int BOXES, int DEPTH, int RESIDENT, int HELD, int PIECES>
+template <WeightKind KIND, int ROWS, int MT, int CL, int WARPS, int BOXES, int DEPTH, int RESIDENT, int HELD, int PIECES, bool BY_THREADS>
 __global__ __launch_bounds__(WARPS * kWarp, RESIDENT) void boxes_kernel(const __grid_constant__ Params p) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  using S = Shape<KIND, NT, CL, WARPS, BOXES, DEPTH, RESIDENT>;
-  constexpr int SPC = S::SPC, UNIT = kUnitK<KIND>, TILES = S::TILES, VALUES = S::VALUES;
+  using S = Shape<KIND, ROWS, MT, CL, WARPS, BOXES, DEPTH, RESIDENT>;
+  constexpr int SPC = S::SPC, UNIT = kUnitK<KIND>, NT = S::NT, VALUES = S::VALUES;
   extern __shared__ __align__(1024) uint8_t smem[];
-  __shared__ uint64_t landed[WARPS * DEPTH], met;
-  __shared__ float squares[S::COLUMNS * SPC], inverse[S::COLUMNS];
+  __shared__ uint64_t landed[WARPS * DEPTH], met, came[SPC];
+  __shared__ float squares[HELD > 0 ? ROWS * SPC : 1], inverse[HELD > 0 ? ROWS : 1];
   // The shuffle tells the compiler that a warp's number is the same in all its lanes.
   const int warp = __shfl_sync(kAll, threadIdx.x / kWarp, 0), lane = threadIdx.x % kWarp, local = warp % SPC;
   const int rank = cluster_rank<CL>(), cluster = blockIdx.x / CL, clusters = gridDim.x / CL;
-  const int units = (p.k + UNIT - 1) / UNIT, block_unit = segment_begin(rank * SPC, units);
+  const int units = (p.k + UNIT - 1) / UNIT;
   const int begin = segment_begin(rank * SPC + local, units), steps = segment_begin(rank * SPC + local + 1, units) - begin;
-  const bool paired = p.epilogue == Epilogue::kSiluMul, absent_rows = S::ABSENT;
+  const bool paired = p.epilogue == Epilogue::kSiluMul;
   const int parts = paired ? 2 : 1, tiles0 = (p.n[0] + kTileRows - 1) / kTileRows;
   const int first = stream::share_begin(p.outputs, clusters, cluster), count = stream::share_begin(p.outputs, clusters, cluster + 1) - first;
-  const int sets = VALUES == 2 ? p.rows : (p.rows + 1) / 2, tile_sums = kSegments * sets * S::SET;
-  uint8_t* const sums = smem + S::RING;
-  uint8_t* const staged = sums + (p.batch + CL - 1) / CL * parts * tile_sums + kZeros;
+  const int sets = BY_THREADS ? (p.rows + 1) / 2 : stream::box_sets(VALUES == 2, p.rows), tile_sums = kSegments * sets * S::SET;
+  uint8_t* const staged = smem + S::WEIGHTS + (BY_THREADS ? kZeros : local * p.activations / SPC);  // all rows, or the warp's segment
+  uint8_t* const sums = smem + S::WEIGHTS + p.activations + WARPS * DEPTH * S::SCALES;
   const uint32_t ring = shared_address(smem) + warp * (DEPTH * S::SLOT);
-  const uint32_t scales = shared_address(smem) + WARPS * DEPTH * S::SLOT + warp * (DEPTH * S::SCALES);
-  const uint32_t barriers = shared_address(landed + warp * DEPTH);
+  const uint32_t scales = shared_address(smem) + S::WEIGHTS + p.activations + warp * (DEPTH * S::SCALES);
+  constexpr bool ENGINE = HELD == 0 && !BY_THREADS;
+  // Slots that are asked for before the launch before has ended. A block that fills its multiprocessor begins when that has, and the engine takes
+  // requests in turn: then activations come sooner if few weights stand before them.
+  constexpr int EARLY = RESIDENT == 1 || (ENGINE && CL > 1) ? 1 : DEPTH;
+  const uint32_t barriers = shared_address(landed + warp * DEPTH), activations = shared_address(came + local);
+  const int block = begin * UNIT / kBlock;  // of activations, in whose middle a segment may begin
+  // Staged by threads: columns without a row stage nothing; their lanes read zeros, again and again.
+  const int columns = NT == 1 ? p.rows : NT * kColumns, k_first = segment_begin(rank * SPC, units) * UNIT;
+  const bool absent = BY_THREADS && lane / 4 >= columns;
 
   if (lane == 0)
     for (int i = 0; i < DEPTH; ++i) barrier_init(barriers + i * 8, 1);
   if (CL > 1 && threadIdx.x == 0) barrier_init(shared_address(&met), 1);
+  if (ENGINE && warp < SPC && lane == 0) barrier_init(activations, 1);
   asm volatile("fence.mbarrier_init.release.cluster;\nfence.proxy.async.shared::cta;" ::: "memory");
   __syncwarp();
   cluster_arrive<CL>();  // the others may send once they have waited for it
-  Copies<S> copies{p, count * parts, tiles0, first, begin, steps, paired, ring, scales, barriers, steps > 0 ? warp / SPC : count * parts};
-  copies.ask(S::EARLY);
+  Copies<S> copies{p, count * parts, tiles0, first, begin, steps, paired, ring, scales, barriers, steps > 0 ? warp / SPC * MT : count * parts};
+  copies.ask(EARLY);
   std::conditional_t<(HELD > 0), HeldRows<HELD, PIECES, CL, WARPS>, int> held;
+  if (ENGINE && threadIdx.x == 0) asm volatile("prefetch.tensormap [%0];" ::"l"(&p.boxes) : "memory");
+  if (ENGINE) __syncthreads();  // every segment's barriers are there
   if constexpr (HELD > 0) held.weights(p.norm_w, p.k, segment_begin(rank * SPC + local, units) * UNIT, segment_begin(rank * SPC + local + 1, units) * UNIT);
 
   wait_for_previous();
   // Rows that do not count are staged and multiplied like the others, which need not wait for the count to arrive; they are not written.
   int counted = load_early(p.n_rows);
-  // Columns without a row stage nothing; their lanes read zeros, again and again.
-  const int columns = absent_rows ? p.rows : S::COLUMNS;
-  const int k_first = block_unit * UNIT, length = segment_begin((rank + 1) * SPC, units) * UNIT - k_first;
   if constexpr (HELD > 0) {
-    copies.ask(DEPTH - S::EARLY);
+    copies.ask(DEPTH - EARLY);
     cluster_wait_others<CL>();
-    held.stage(staged, p.stride, k_first, squares, inverse, static_cast<const float*>(p.x), p.ldx, p.rows, p.eps);
+    held.template stage<S::BLOCK>(staged, block * kBlock, squares, inverse, static_cast<const float*>(p.x), p.ldx, p.rows, p.eps);
     cluster_arrive<CL>();  // others may still read this block's squares: it must not leave before they have
+    __syncthreads();
   } else {
-    stage_rows(staged, p.stride, static_cast<const uint16_t*>(p.x), p.ldx, p.rows, columns, p.k, k_first, length,
-               [&] { copies.ask(DEPTH - S::EARLY); });
+    if constexpr (BY_THREADS) {
+      const int length = segment_begin((rank + 1) * SPC, units) * UNIT - k_first;
+      stage_rows(staged, p.stride, static_cast<const uint16_t*>(p.x), p.ldx, p.rows, columns, p.k, k_first, length,
+                 [&] { copies.ask(DEPTH - EARLY); });
+      if (threadIdx.x < kZeros / 16) reinterpret_cast<uint4*>(staged - kZeros)[threadIdx.x] = make_uint4(0, 0, 0, 0);
+      __syncthreads();
+    } else {
+      if (warp < SPC && steps > 0 && elected()) {
+        barrier_expect(activations, p.activations / SPC);
+        copy_blocks(shared_address(staged), &p.boxes, block, activations);
+      }
+      __syncwarp();
+      copies.ask(DEPTH - EARLY);
+    }
     cluster_wait_others<CL>();
   }
-  if (S::ABSENT && threadIdx.x < kZeros / 16) reinterpret_cast<uint4*>(staged - kZeros)[threadIdx.x] = make_uint4(0, 0, 0, 0);
-  __syncthreads();
 
   const BoxOffsets at = box_offsets<KIND>(lane);
-  const int b_column = VALUES == 2 ? lane / 8 : lane / 4;
-  const bool absent = S::ABSENT && b_column >= columns;
-  const uint32_t b_first = shared_address(staged) + lane % 4 * 16 +
-                           (absent ? 0 - static_cast<uint32_t>(kZeros) : b_column * p.stride + (begin - block_unit) * (UNIT * 2));
-  const uint32_t b_unit = absent ? 0 : UNIT * 2;
+  // Column lane/4 of a tile has such a row that the two rows which eight lanes read lie in all banks.
+  const int row = ROWS == 1 ? 0 : ROWS == 4 ? lane / 8 : stream::row_of_column(lane / 4);
+  const uint32_t b_row = BY_THREADS ? (absent ? 0 - static_cast<uint32_t>(kZeros) : lane / 4 * p.stride + (begin * UNIT - k_first) * 2) + lane % 4 * 16
+                                    : row * kBlockBytes + (lane % 4 ^ row) * 16;
+  const uint32_t b_first = shared_address(staged) + b_row, b_unit = absent ? 0 : UNIT * 2;
+  if (ENGINE && steps > 0) barrier_wait(activations, 0);
   uint32_t slot = ring, slot_scales = scales + lane / 4 * S::LINE, slot_barrier = barriers, parity = 0;
   bool met_parity = false;
-  int tile = warp / SPC;
+  int tile = warp / SPC * MT;
   for (int batch_at = 0; batch_at < count; batch_at += p.batch) {
     const int batch = min(p.batch, count - batch_at), batch_end = (batch_at + batch) * parts;
     const int mine = (batch - rank + CL - 1) / CL;  // outputs that this block adds: every CL-th of the batch
     if (CL > 1 && threadIdx.x == 0 && mine > 0) barrier_expect(shared_address(&met), mine * parts * tile_sums);
 #pragma unroll 1
     for (; tile < batch_end; tile += S::TW) {
-      float acc[TILES][VALUES] = {};
+      float acc[MT][NT][VALUES] = {};
       uint32_t b_at = b_first;
       int unit = begin;
 #pragma unroll 1
       for (int left = steps; left > 0;) {
-        const auto b = [&](int nt, int piece) { return load_shared16(b_at + nt * kColumns * p.stride + piece * 64); };
+        const auto b = [&](int nt, int part) {  // the part-th 32 elements from the block at b_at on
+          if constexpr (BY_THREADS) return load_shared16(b_at + nt * kColumns * p.stride + (S::INT4 ? part * 64 : 0));
+          const uint32_t of = part < 2 ? b_at : (b_at + S::BLOCK) ^ S::FLIP;
+          return load_shared16((of ^ (part % 2 * 64)) + nt * (kColumns * kBlockBytes));
+        };
         barrier_wait(slot_barrier, parity);
 #pragma unroll
         for (int box = 0; box < S::BOXES; ++box) {
           if (box > 0 && left == 0) break;
           const uint32_t here = slot + box * kBoxWeightBytes;
-          uint4 scale{}, below{};
-          if (S::INT4) scale = load_shared16(slot_scales + box * 16), below = load_shared16(slot_scales + box * 16 + kColumns * S::LINE);
+          uint4 scale[MT][2]{};  // of row lane/4 and of the one eight below
+#pragma unroll
+          for (int i = 0; i < (S::INT4 ? MT * 2 : 0); ++i)
+            scale[i / 2][i % 2] = load_shared16(slot_scales + i / 2 * (S::SCALES / MT) + box * 16 + i % 2 * (kColumns * S::LINE));
           const bool second = unit % 2 != 0, half = left == 1 || second;
           if (half) {
-            multiply_box_unit<KIND>(acc, here + at.narrow, {second ? scale.z : scale.x, second ? scale.w : scale.y},
-                                    {second ? below.z : below.x, second ? below.w : below.y}, here + at.narrow + 512, b);
-            b_at += b_unit;
+            multiply_box_unit<KIND, BY_THREADS>(acc, here + at.narrow, here + at.narrow + 512, scale, second, b);
+            if (BY_THREADS) b_at += b_unit;
           } else {
-            multiply_box_unit<KIND>(acc, here + at.wide, {scale.x, scale.y}, {below.x, below.y}, here + at.wide + 1024, b);
-            b_at += b_unit;
-            multiply_box_unit<KIND>(acc, here + (at.wide ^ 64), {scale.z, scale.w}, {below.z, below.w}, here + (at.wide ^ 64) + 1024, b);
-            b_at += b_unit;
+#pragma unroll(S::SIDE_BY_SIDE)
+            for (int i = 0; i < 2; ++i) {
+              const uint32_t from = here + (at.wide ^ i * 64);
+              multiply_box_unit<KIND, BY_THREADS>(acc, from, from + 1024, scale, i != 0, b);
+              if (BY_THREADS) b_at += b_unit;
+              if (!BY_THREADS && S::INT4 && i == 0) b_at += 2 * S::BLOCK;
+            }
           }
+          if (!BY_THREADS && S::INT4) b_at += 2 * S::BLOCK;
+          if (!BY_THREADS && !S::INT4 && (second || !half)) b_at = (b_at + S::BLOCK) ^ S::FLIP;
           unit += half ? 1 : 2, left -= half ? 1 : 2;
         }
         __syncwarp();
@@ -192,21 +237,25 @@ __global__ __launch_bounds__(WARPS * kWarp, RESIDENT) void boxes_kernel(const __
         slot = last ? ring : slot + S::SLOT, slot_scales = last ? slot_scales - (DEPTH - 1) * S::SCALES : slot_scales + S::SCALES;
         slot_barrier = last ? barriers : slot_barrier + 8, parity ^= last;
       }
-      const int j = tile - batch_at * parts, output = paired ? j >> 1 : j, owner = output % CL;
-      const uint32_t to = shared_address(sums) + (output / CL * parts + (paired ? j & 1 : 0)) * tile_sums +
-                          ((rank * SPC + local) * sets * kColumns + lane / 4) * (VALUES * 4);
 #pragma unroll
-      for (int nt = 0; nt < TILES; ++nt) {
-        const int set = nt * 4 + lane % 4;
-        if (set >= sets) continue;
-        float v[VALUES];
+      for (int mt = 0; mt < MT; ++mt) {
+        if (tile + mt >= batch_end) break;
+        const int j = tile + mt - batch_at * parts, output = paired ? j >> 1 : j, owner = output % CL;
+        const uint32_t to = shared_address(sums) + (output / CL * parts + (paired ? j & 1 : 0)) * tile_sums +
+                            ((rank * SPC + local) * sets * kColumns + lane / 4) * (VALUES * 4);
 #pragma unroll
-        for (int i = 0; i < VALUES; ++i) v[i] = whole_sum<KIND>(acc[nt][i]);
-        const uint32_t place = to + set * S::SET;
-        if constexpr (CL > 1) {
-          send(cluster_address(place, owner), v, cluster_address(shared_address(&met), owner));
-        } else {
-          store_shared(place, v);
+        for (int nt = 0; nt < NT; ++nt) {
+          const int set = nt * 4 + lane % 4;
+          if (set >= sets) continue;
+          float v[VALUES];
+#pragma unroll
+          for (int i = 0; i < VALUES; ++i) v[i] = whole_sum<KIND>(acc[mt][nt][i]);
+          const uint32_t place = to + set * S::SET;
+          if constexpr (CL > 1) {
+            send(cluster_address(place, owner), v, cluster_address(shared_address(&met), owner));
+          } else {
+            store_shared(place, v);
+          }
         }
       }
     }
@@ -242,7 +291,7 @@ __global__ __launch_bounds__(WARPS * kWarp, RESIDENT) void boxes_kernel(const __
       }
 #pragma unroll
       for (int e = 0; e < VALUES; ++e) {
-        const int m = VALUES == 2 ? set : set * 2 + e % 2, n = (at_output - part * tiles0) * kTileRows + g + e / (VALUES / 2) * 8;
+        const int m = VALUES == 2 ? set : BY_THREADS ? set * 2 + e % 2 : stream::row_of_set(set, e % 2), n = (at_output - part * tiles0) * kTileRows + g + e / (VALUES / 2) * 8;
         if (m >= rows || n >= p.n[part]) continue;
         const size_t place = static_cast<size_t>(m) * p.ldo[part] + n;
         if (paired) {
@@ -268,8 +317,8 @@ using Kernel = void (*)(Params);
 
 template <WeightKind KIND, const auto& TABLE, size_t... I>
 Kernel kernel_at(int index, std::index_sequence<I...>) {
-  constexpr Kernel kernels[] = {&boxes_kernel<KIND, TABLE[I].nt, TABLE[I].cl, TABLE[I].warps, TABLE[I].boxes, TABLE[I].depth,
-                                                    TABLE[I].resident, TABLE[I].held, TABLE[I].pieces>...};
+  constexpr Kernel kernels[] = {&boxes_kernel<KIND, TABLE[I].rows, TABLE[I].mt, TABLE[I].cl, TABLE[I].warps, TABLE[I].boxes, TABLE[I].depth,
+                                                    TABLE[I].resident, TABLE[I].held, TABLE[I].pieces, TABLE[I].by_threads>...};
   return kernels[index];
 }
 template <WeightKind KIND, const auto& TABLE>
@@ -289,7 +338,10 @@ bool CudaBackend::linear_boxes(const LinearArgs& a) {
   const stream::LinearBoxes& v = int4 ? stream::kBoxesInt4[launch.variant] : stream::kBoxesBf16[launch.variant];
   Params p{};
   p.x = a.x, p.ldx = a.ldx, p.k = k, p.norm_w = a.norm_w, p.eps = a.eps, p.epilogue = a.epilogue, p.rows = a.max_rows, p.n_rows = a.n_rows;
-  p.outputs = tiles + others, p.batch = launch.batch, p.stride = stream::staged_stride(stream::staged_length(k, v.cl, stream::unit_of(kind)));
+  p.outputs = tiles + others, p.batch = launch.batch, p.activations = static_cast<int>(stream::box_activations(v, kind, k, a.max_rows));
+  p.stride = stream::staged_stride(stream::staged_length(k, v.cl, stream::unit_of(kind)));
+  if (a.norm_w == nullptr && !v.by_threads)
+    p.boxes = block_map(a.x, k / kBlock, static_cast<uint64_t>(a.ldx) * 2, a.max_rows, v.rows, p.activations / (kSegments / v.cl * v.rows * kBlockBytes), v.rows > 1);
   const uint64_t pitch = static_cast<uint64_t>(int4 ? k / 2 : k * 2);
   for (int i = 0; i < 2; ++i) {
     const int j = i < a.parts ? i : 0;

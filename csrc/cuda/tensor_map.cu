@@ -74,5 +74,11 @@ CUtensorMap row_map(const void* a, const void* b, uint64_t pitch, uint64_t rows,
                  lines ? CU_TENSOR_MAP_L2_PROMOTION_L2_128B : CU_TENSOR_MAP_L2_PROMOTION_NONE);
 }
 
+CUtensorMap block_map(const void* base, uint64_t blocks, uint64_t pitch, uint64_t rows, int high, int wide, bool swizzled) {
+  return encoded(CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, "bf16", base, {64, rows, blocks}, {pitch, 128},
+                 {64, static_cast<cuuint32_t>(high), static_cast<cuuint32_t>(wide)},
+                 swizzled ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_L2_PROMOTION_NONE);
+}
+
 }  // namespace cuda
 }  // namespace kdtree

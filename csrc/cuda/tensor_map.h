@@ -20,5 +20,9 @@ CUtensorMap bf16_map(const void* base, const std::vector<uint64_t>& dims, int ro
 // lines: L2 is to bring whole 128 bytes.
 CUtensorMap row_map(const void* a, const void* b, uint64_t pitch, uint64_t rows, int wide, int high, bool swizzled, int segments = 1, bool lines = false);
 
+// Of `rows` rows of `blocks` blocks of 64 bf16 numbers (`base` and `pitch`, the bytes from a row to the next, on 16 bytes): boxes of `wide` blocks of
+// `high` rows each, block after block, whose 128-byte rows are swizzled as above or not. What lies outside reads as zeros.
+CUtensorMap block_map(const void* base, uint64_t blocks, uint64_t pitch, uint64_t rows, int high, int wide, bool swizzled);
+
 }  // namespace cuda
 }  // namespace kdtree

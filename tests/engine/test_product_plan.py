@@ -268,8 +268,8 @@ def test_everything_else_is_for_the_generic_kernel() -> None:
         plan("router", 7168, 1)
 
 
-BOX_FIELDS = ["nt", "cl", "warps", "boxes", "depth", "resident", "held", "pieces", "spread", "clusters", "batch"]
-BOX_FIELDS += ["shared"]
+BOX_FIELDS = ["rows", "mt", "cl", "warps", "boxes", "depth", "resident", "held", "pieces", "spread"]
+BOX_FIELDS += ["clusters", "batch", "shared"]
 BOX_ROWS = [(1, False), (2, True), (4, False), (5, False), (8, True), (9, False), (16, False), (17, False)]
 
 
@@ -295,8 +295,9 @@ def test_a_launch_by_boxes_fits_and_shares_out_all_outputs(int4: bool, normed: b
                 seen += 1
                 assert rows <= 16
                 assert not int4 or k % 256 == 0, "scales are copied eight at a time"
-                assert rows <= (v["nt"] * 8 or 4)
-                assert v["resident"] * (v["shared"] + 2048 + 1024) <= HOPPER + 1024
+                assert k % (256 if int4 else 8 if normed else 64) == 0, "activations come in whole blocks of 64"
+                assert rows <= v["rows"]
+                assert v["resident"] * (v["shared"] + 1024 + 1024) <= HOPPER + 1024
                 assert v["warps"] % (8 // v["cl"]) == 0
                 assert v["clusters"] * v["cl"] <= 132 * v["spread"], "all at once"
                 assert v["spread"] <= v["resident"]
@@ -306,6 +307,7 @@ def test_a_launch_by_boxes_fits_and_shares_out_all_outputs(int4: bool, normed: b
                 assert len(shares) == v["clusters"]
                 assert 1 <= max(shares) <= min(shares) + 1
                 assert 1 <= v["batch"] <= max(shares)
+                assert v["batch"] in (max(shares), *range(0, 512, v["mt"])), "tiles side by side are added together"
                 assert (v["held"] > 0) == normed
                 if normed:
                     begin = library("cpu").product_segments(k, 128 if int4 else 32, v["cl"])
@@ -323,8 +325,11 @@ def test_the_products_of_a_k26_step_come_by_boxes() -> None:
             assert not library("cpu").linear_box_plan(False, k, rows, outputs, False, name != "o", False, HOPPER)
         assert box_plan(True, 7168, rows, 256)[0]
         assert box_plan(True, 2048, rows, 448)[0]
-        gate_and_up = bool(box_plan(False, 7168, rows, 1152, paired=True, normed=True)[0])
-        assert gate_and_up == (rows > 8), "of few rows fifteen clusters of eight read slower than linear_stream.cu"
+        for outputs, paired in ((1152, True), (10240, False)):  # a dense layer's gate and up, and the head
+            v = box_plan(False, 7168, rows, outputs, paired=paired, normed=True)[0]
+            assert v["cl"] == (1 if rows == 1 else 2 if rows <= 8 else 8), (
+                "fifteen clusters of eight read many bytes slower"
+            )
 
 
 K26_SIZES = [1536, 2048, 7168, 8192, 16384, 18432]
