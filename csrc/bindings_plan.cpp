@@ -7,9 +7,9 @@ namespace kdtree {
 namespace {
 
 // product: linear, normed for one with a norm, wide and whole where warpgroup products are known,
-// whole with one tile of weights, gate_up or down. Or route, of 384
+// whole with one tile of weights or, of longer rows, 64, gate_up or down. Or route, of 384
 // experts and 8 choices: `choosing combining shared`, the blocks that choose and those of down that combine. The variant as
-// `mt nt cl warps depth resident held shared`, shared in bytes a block; or `wide shared` or `whole shared`; or `generic`. Of gate_up and down `stream shared`, and
+// `mt nt cl warps depth resident held shared`, shared in bytes a block; or `wide shared`, `whole shared` or `boxes shared`; or `generic`. Of gate_up and down `stream shared`, and
 // of Hopper's, gate_up_boxes and down_boxes, `staged split warps wide depth span resident shared` where boxes serve.
 std::string product_plan(std::string product, bool int4, int64_t k, int64_t rows, bool paired, bool clusters, int64_t shared) {
   const bool whole = product == "whole", wide = whole || product == "wide", normed = product == "normed";
@@ -31,6 +31,7 @@ std::string product_plan(std::string product, bool int4, int64_t k, int64_t rows
   }
   if (wide && stream::serves_wide(device, kind, in, m)) {
     if (whole && stream::serves_whole(device, kind, in, 1)) return "whole " + std::to_string(stream::whole_shared());
+    if (whole && stream::serves_wide_boxes(device, kind, in, 64, paired)) return "boxes " + std::to_string(stream::wide_box_shared(in));
     return "wide " + std::to_string(stream::wide_shared(kind, in));
   }
   if (product == "linear") {

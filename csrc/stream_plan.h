@@ -112,6 +112,8 @@ KDTREE_BOTH constexpr int moe_outputs(bool down) { return down ? kTileRows : kTi
 constexpr int kMoeWarps = 16, kMoeDepth = 4;
 constexpr size_t kMoeShared = static_cast<size_t>(kMoeWarps) * kMoeDepth * kRingBytes;
 
+constexpr int kBoxWeightBytes = 2048, kBoxScaleBytes = 256;  // 16 rows x 128 bytes, and int4's scales of them
+
 // linear for 17 to 64 rows by warpgroup products (linear_wide.cu): a block has a segment of K, each of its warpgroups one tile of 64 weight
 // rows after the other, a warp sixteen of them. Activations of kWideChunk of K are put in order at a time, beside the next ones as they come.
 constexpr int kWideRows = 64, kWideLeast = 17, kWideWarps = 16, kWideGroups = kWideWarps / 4, kWideTile = 64, kWideChunk = 128;
@@ -145,6 +147,20 @@ constexpr bool serves_whole(const Device& device, WeightKind kind, int k, int ti
 constexpr bool serves_wide(const Device& device, WeightKind kind, int k, int rows) {
   return device.wgmma && wide_groups(device.multiprocessors) > 0 && rows >= kWideLeast && wide_shared(kind, k) + kWideStatic <= device.shared;
 }
+// The same for int4 with weights in boxes (linear_wide_boxes.cu), where a warpgroup has few tiles: kWideBoxGroups warpgroups multiply; slots of a warp's ring,
+// and those asked for before the launch before has ended; tiles of a warpgroup at most.
+constexpr int kWideBoxGroups = 2, kWideBoxDepth = 3, kWideBoxEarly = 1, kWideBoxRounds = 2, kWideBoxChunks = 8;
+constexpr size_t wide_box_shared(int k) {
+  const int chunks = (staged_length(k, kSegments, unit_of(WeightKind::kInt4)) + kWideChunk - 1) / kWideChunk;
+  return static_cast<size_t>(chunks) * (kWideChunk * kWideRows * 2) + static_cast<size_t>(kWideBoxGroups * 4 * kWideBoxDepth) * (kBoxWeightBytes + kBoxScaleBytes);
+}
+constexpr size_t wide_counters(int groups) { return static_cast<size_t>(groups * kWideBoxGroups * 4 * kWideBoxRounds) * sizeof(uint32_t); }
+static_assert(kWideBoxRounds * kWideBoxGroups <= 2 * kWideGroups, "room in wide_exchange for both");
+// Scales are copied sixteen bytes at a time; shorter rows have too many tiles for what is exchanged with each.
+constexpr bool serves_wide_boxes(const Device& device, WeightKind kind, int k, int tiles, bool paired) {
+  return kind == WeightKind::kInt4 && !paired && k > kWholeK && k % 256 == 0 && k <= kWideBoxChunks * kWideChunk * kSegments &&
+         tiles <= kWideBoxRounds * kWideBoxGroups * wide_groups(device.multiprocessors) && wide_box_shared(k) + kWideStatic + 1024 <= device.shared;
+}
 // Bytes of scratch for its rows where they have a norm: they are normed once, by a launch of their own.
 constexpr size_t wide_normed(const Device& device, int k, int rows) {
   const bool serves = serves_wide(device, WeightKind::kInt4, k, rows) || serves_wide(device, WeightKind::kBf16, k, rows);
@@ -162,7 +178,6 @@ struct LinearBoxes {
 };
 constexpr int kBoxRows = 16, kAnyK = 1 << 30;
 constexpr int kBlock = 64, kBlockBytes = 128;  // elements of a block of activations, bytes of its row
-constexpr int kBoxWeightBytes = 2048, kBoxScaleBytes = 256;  // 16 rows x 128 bytes, and int4's scales of them
 constexpr size_t kLinearBoxStatic = 1 << 10;                       // static shared memory of the kernels, at most
 
 // Where worker w's share of `all` begins; that of worker `workers` is the end.

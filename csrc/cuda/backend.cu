@@ -78,7 +78,7 @@ CudaBackend::CudaBackend(int device, bool poison) : device_(device), poison_(poi
   KD_CUDA(cudaMemsetAsync(tickets_, 0, 3 * sizeof(cuda::Tickets), stream_));
   if (wgmma_) {
     const int groups = stream::wide_groups(multiprocessors);
-    const size_t counters = sizeof(unsigned) * static_cast<size_t>(groups * stream::kWideGroups);
+    const size_t counters = stream::wide_counters(groups);
     KD_CUDA(cudaMalloc(&exchange_, stream::wide_exchange(groups)));
     KD_CUDA(cudaMalloc(reinterpret_cast<void**>(&arrivals_), counters));
     KD_CUDA(cudaMemsetAsync(arrivals_, 0, counters, stream_));

@@ -139,6 +139,7 @@ class CudaBackend final : public Backend {
   bool linear_stream(const LinearArgs& a);
   bool linear_boxes(const LinearArgs& a);  // false where stream::plan_linear_boxes has none
   bool linear_wide(const LinearArgs& a);  // where stream::serves_wide; false where its blocks would not all run at a time
+  bool linear_wide_boxes(const LinearArgs& a, const uint16_t* x, int ldx);  // where stream::serves_wide_boxes; false as linear_wide
   void linear_whole(const LinearArgs& a, const uint16_t* x, int ldx);  // where stream::serves_whole; x as linear_wide's blocks read it
   // x[m] normed, rounded and in the products' order to to[m], [max_rows, stride], zeros from k on; granule: as segments of K are cut.
   void norm_rows(const char* counter, uint16_t* to, int stride, const float* x, int ldx, int k, const float* norm_w, float eps, int granule,
@@ -194,7 +195,7 @@ class CudaBackend final : public Backend {
   MemoryInfo memory_{0, 0};
   char* staging_ = nullptr;  // pinned, for small downloads
   void* exchange_ = nullptr;      // where wgmma_: stream::wide_exchange bytes, for linear_wide
-  unsigned* arrivals_ = nullptr;  // and a counter for each warpgroup of its groups
+  unsigned* arrivals_ = nullptr;  // and stream::wide_counters bytes: each a multiple of eight between launches
   cuda::Tickets* tickets_ = nullptr;  // of the router and of down, where blocks of a launch meet, and of the experts' units
 
   bool graphs_on_ = true;

@@ -8,7 +8,7 @@
 // A tile's sums meet the other seven segments' in global memory (L2): each of the eight blocks waits for all and adds eight columns. A
 // warpgroup does that a tile later, when the others have long arrived, and at once only behind its last tile. Clusters would do the same,
 // but eight blocks of a cluster take whole groups of multiprocessors, of which an H200 has 15, and four 30.
-// Rows with a norm are normed once, in scratch, by a launch of their own (norm_rows.cu).
+// Rows with a norm are normed once, in scratch, by a launch of their own (norm_rows.cu). Long rows of INT4 with few outputs: linear_wide_boxes.cu.
 // Reduction order: stream.cuh; wgmma gives the bits of mma.sync, so that whether this kernel serves may depend on the rows.
 // Waiting: every block gets its place, because the grid is no larger than the device, what runs before or beside it ends without it,
 // and the next launch is let in by all blocks of this one. The eight that wait for each other have neighbouring numbers, so that where
@@ -185,6 +185,8 @@ bool CudaBackend::linear_wide(const LinearArgs& a) {
     linear_whole(a, x, ldx);
     return true;
   }
+  const bool paired = a.epilogue == Epilogue::kSiluMul;
+  if (stream::serves_wide_boxes(device_shape_, kind, p.k, p.tiles, paired) && linear_wide_boxes(a, x, ldx)) return true;
   const int groups = std::min(most, (p.tiles + kWideCluster - 1) / kWideCluster * kWideCluster);
   for (p.first_row = 0; p.first_row < a.max_rows; p.first_row += stream::kWideRows) {
     set_rows(p, a);

@@ -76,6 +76,19 @@ def test_a_block_has_all_of_short_rows_in_int4() -> None:
     assert plan("whole", 2056, 64).split()[0] == "wide"
 
 
+def test_long_rows_in_int4_come_in_boxes() -> None:
+    """Where scales are whole sixteen bytes and shared memory has room for a segment of activations and three boxes a warp."""
+    for k in (2304, 7168, 8192):
+        words = plan("whole", k, 64).split()
+        assert words[0] == "boxes"
+        longest = -(-(k // 128) // 8) * 128
+        assert 64 * 2 * longest + 8 * 3 * (2048 + 256) <= int(words[1]) <= HOPPER - 1024
+        assert plan("whole", k, 64, int4=False).split()[0] == "wide"
+        assert plan("whole", k, 64, paired=True).split()[0] == "wide", "two weights' sums have two counters"
+        assert plan("whole", k, 16) == plan("linear", k, 16)
+    assert plan("whole", 2304 + 128, 64).split()[0] == "wide"
+
+
 def test_two_blocks_where_registers_leave_room_for_two() -> None:
     """A block that takes all of K: two at a time, of which one may be the next launch's, or one of twice the warps."""
     for int4, k, rows, resident in (
