@@ -124,7 +124,7 @@ def hopper_scratch(c: ModelConfig, heads: int, context: int, rows: int) -> int:
     """Attention's splits on tensor cores, which serve one shape; a launch takes no more rows than have room."""
     if (c.kv_lora_rank, c.qk_rope_head_dim) != (512, 64):
         return 0
-    chunks = -(-context // 64)
+    chunks = 1 if context <= 64 else -(-(context - 8) // 64)  # the last one may have 72 keys
     splits = (chunks + 1) // 2 if chunks <= 32 else 16 if chunks <= 640 else 33
     row = splits * -(-heads // 64) * 64 * (512 * 2 + (4 + 4) * 4)  # sums, maxima and norms, scales
     return min(row * rows, max(row, 256 << 20))

@@ -119,7 +119,7 @@ class CudaBackend final : public Backend {
     config.numAttrs = static_cast<unsigned>(count);
     const cudaError_t code = cudaLaunchKernelEx(&config, kernel, std::forward<Arguments>(arguments)...);
     if (code != cudaSuccess) fail_launch(code, counter, grid, threads, shared_bytes);
-    after_kernel_ = true;
+    after_kernel_ = true, keys_settled_ = false;
     ++(*counting_)[counter];
   }
   template <typename... Parameters, typename... Arguments>
@@ -185,6 +185,7 @@ class CudaBackend final : public Backend {
   bool wgmma_ = false;         // and the device and the code image both know Hopper's matrix instructions
   bool overlaps_ = false;      // the device and the code image both know programmatic dependent launch
   bool after_kernel_ = false;  // the stream's last item is a kernel: only then may the next one overlap it
+  bool keys_settled_ = false;  // the last kernel writes neither a step's state nor keys of earlier steps: attention may begin with them
   size_t shared_limit_ = 0;    // dynamic shared memory a block may have, bytes
   std::unordered_map<const void*, size_t> shared_reserved_;
   std::unordered_map<const void*, int> carved_;

@@ -9,7 +9,7 @@ namespace kdtree {
 namespace cuda {
 
 // What attention leaves of every (split, row, 64 heads): sums of weights times latents around the split's greatest score, and for the
-// split's even and odd chunks the greatest score so far (times scale * log2(e)) and the sum of weights around it. The later of the two
+// split's even and odd chunks (mla_hopper.cuh) the greatest score so far (times scale * log2(e)) and the sum of weights around it. The later of the two
 // is the split's.
 //
 // Sums are f16, a power of two for each head and 128 columns bringing their greatest to 2^14 .. 2^15: 11 bits of each, down to 2^-28 of the
@@ -98,14 +98,15 @@ class FoldNorms {
   float scale_[kEach][kPartScales];
 };
 
-// An octet of a head. Its first splits are fetched before anything is known of the row, so that they come while the weights are formed.
+// An octet of a head. Its first AHEAD splits are fetched before anything is known of the row, so that they come while the weights are formed.
+template <int AHEAD>
 class OctetFold {
  public:
   __device__ __forceinline__ void fetch(const MlaParts& p, int row, int head, int octet) {
     from_ = p.sums + (p.unit(0, row, head) * kPartHeads + head % kPartHeads) * kOctets + octet;
     block_ = octet / (kOctets / kPartScales);
 #pragma unroll
-    for (int i = 0; i < kAhead; ++i) {
+    for (int i = 0; i < AHEAD; ++i) {
       if (i < p.splits) part_[i] = from_[i * stride(p)];
     }
   }
@@ -114,15 +115,14 @@ class OctetFold {
 #pragma unroll
     for (int i = 0; i < 4; ++i) o[i] = make_float2(0.f, 0.f);
 #pragma unroll
-    for (int i = 0; i < kAhead; ++i) {
+    for (int i = 0; i < AHEAD; ++i) {
       if (i < splits) add(o, part_[i], weight[block_][i]);
     }
 #pragma unroll 8
-    for (int i = kAhead; i < splits; ++i) add(o, from_[i * stride(p)], weight[block_][i]);
+    for (int i = AHEAD; i < splits; ++i) add(o, from_[i * stride(p)], weight[block_][i]);
   }
 
  private:
-  static constexpr int kAhead = 8;
   static __device__ __forceinline__ size_t stride(const MlaParts& p) {
     return static_cast<size_t>(p.rows) * p.head_blocks * kPartHeads * kOctets;
   }
@@ -136,7 +136,7 @@ class OctetFold {
   }
   const uint4* from_;
   int block_;
-  uint4 part_[kAhead];
+  uint4 part_[AHEAD];
 };
 
 }  // namespace cuda

@@ -2,8 +2,8 @@
 //
 // A unit of work is (row, 64 heads, split of the row's keys). A block takes units in turn: one warpgroup copies, two compute. Where
 // multiprocessors are left over, two blocks share a unit, each for half of the 512 columns.
-// Chunk c of 64 keys lies in buffer c % 2 of the split; warpgroup c % 2 forms its scores and its weights, both warpgroups add
-// weights x latent, each for its half of the block's columns. The weights reach the other half through the buffer's rope panel, which
+// A split's chunks of 64 keys lie in two buffers by turns, its last one, which may have 72, in the second; a buffer's warpgroup forms its
+// scores and its weights, both warpgroups add weights x latent, each for its half of the block's columns. The weights reach the other half through the buffer's rope panel, which
 // nobody needs once the scores are there.
 // Reduction order, all of it fixed by position (mla_plan.h): a score adds latent then rope, 16 at a time; chunks of a split
 // ascend, each with weights relative to the greatest score so far, or to an older one that it does not exceed by more than `slack`;
@@ -19,7 +19,8 @@ namespace cuda {
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
-// A warpgroup's share of the work: G 0 owns even chunks and the block's first COLUMNS columns, G 1 odd chunks and the next COLUMNS.
+// A warpgroup's share of the work: G 0 owns the first buffer's chunks, called even here, and the block's first COLUMNS columns, G 1 the
+// second buffer's, called odd, and the next COLUMNS.
 template <int G, int COLUMNS>
 struct HopperGroup {
   const HopperParams& p;
@@ -31,6 +32,7 @@ struct HopperGroup {
   int head;       // the lower of the two; the other is 8 further
   int part = 0;   // of the columns, where a unit is shared by blocks
   int q_uses = 0;
+  int more_uses = 0;
   int parity = 0;  // of this warpgroup's buffer: how often it was used, modulo 2
 
   __device__ HopperGroup(const HopperParams& params, HopperShared& shared) : p(params), s(shared) {
@@ -38,10 +40,14 @@ struct HopperGroup {
     head = t / kWarp * 16 + t % kWarp / 4;
   }
 
-  // score = q . key over latent then rope, as their panels arrive; of the first 16 keys alone where N is 8. `first`: of the unit, here.
-  template <int N>
-  __device__ void multiply_keys(float (&score)[N], bool first) {
-    const uint32_t q = tile_descriptor(shared_address(s.q), 16), k = tile_descriptor(shared_address(s.keys[G]), 16);
+  // score = q . key over latent then rope, as their panels arrive, with MORE of keys 64 .. 71 too. `first`: of the unit, here.
+  template <bool MORE>
+  __device__ void multiply_keys(float (&score)[32], float (&more)[4], bool first) {
+    const uint32_t q = tile_descriptor(shared_address(s.q), 16), k = tile_descriptor(tile_of(s, G), 16);
+    if constexpr (MORE) {
+      barrier_wait(&s.more, more_uses & 1);
+      ++more_uses;
+    }
 #pragma unroll
     for (int panel = 0; panel < kPanels; ++panel) {
       if (first) barrier_wait(&s.q_full[panel], q_uses & 1);
@@ -49,30 +55,39 @@ struct HopperGroup {
       wgmma_fence();  // after every wait: without it the compiler takes the products one by one
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        wgmma_scores(score, q + panel * (kPanelBytes >> 4) + i * 2, k + panel * (kPanelBytes >> 4) + i * 2, panel + i > 0);
+        const uint32_t a = q + panel * (kPanelBytes >> 4) + i * 2, b = k + panel * (panel_bytes(G) >> 4) + i * 2;
+        if constexpr (MORE) {
+          wgmma_scores(score, more, a, b, panel + i > 0);
+        } else {
+          wgmma_scores(score, a, b, panel + i > 0);
+        }
       }
     }
     wgmma_commit();
     wgmma_wait<0>();
   }
 
-  // A chunk's scores, -inf past the row's keys. `first`, `last`: of the unit, here.
-  __device__ void form_scores(float (&score)[32], int valid, bool first, bool last) {
-    if (valid > kFewKeys) {
-      multiply_keys(score, first);
-    } else {
-      float few[8];
-      multiply_keys(few, first);
+  // A chunk's scores, -inf past the row's keys. `first`, `last`: of the unit, here. An even chunk is none of a row's last ones.
+  __device__ void form_scores(float (&score)[32], float (&more)[4], int valid, bool first, bool last) {
 #pragma unroll
-      for (int i = 0; i < 8; ++i) score[i] = few[i];
+    for (int i = 0; i < 4; ++i) more[i] = -INFINITY;
+    if (G == 1 && holds_more(valid)) {
+      multiply_keys<true>(score, more, first);
+    } else {
+      multiply_keys<false>(score, more, first);
     }
     parity ^= 1;
     if constexpr (2 * COLUMNS < kHopperRank) arrive(&s.scored[G]);
     if (last) arrive(&s.q_empty);
-    if (valid >= kKeyChunk) return;
+    if (G == 0 || valid == kKeyChunk || valid >= kKeyChunk + kMoreKeys) return;
+    const int after = valid - 2 * (static_cast<int>(threadIdx.x) % 4);
 #pragma unroll
     for (int i = 0; i < 32; ++i) {
-      if (i / 4 * 8 + 2 * (threadIdx.x % 4) + i % 2 >= valid) score[i] = -INFINITY;
+      if (i / 4 * 8 + i % 2 >= after) score[i] = -INFINITY;
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (kKeyChunk + i % 2 >= after) more[i] = -INFINITY;
     }
   }
 
@@ -92,8 +107,10 @@ struct HopperGroup {
 
   // From the scores of a chunk to its weights, in registers and, for the other warpgroup, in the rope panel.
   // The scores stay as they are: registers of a finished product must not be written while the next one runs.
-  __device__ void form_weights(const float (&score)[32], uint32_t (&weight)[4][4], bool first) {
+  __device__ void form_weights(const float (&score)[32], const float (&more)[4], uint32_t (&weight)[4][4], uint32_t (&rest)[4], bool longer,
+                               bool first) {
     float most[4] = {score[0], score[2], score[4], score[6]};  // two a head: half as long a chain
+    if constexpr (G == 1) most[0] = fmaxf(more[0], more[1]), most[1] = fmaxf(more[2], more[3]);
 #pragma unroll
     for (int i = 0; i < 32; ++i) most[i / 2 % 4] = fmaxf(most[i / 2 % 4], score[i]);
     float next[2] = {top[0], top[1]}, greatest[2] = {fmaxf(most[0], most[2]), fmaxf(most[1], most[3])};
@@ -128,33 +145,54 @@ struct HopperGroup {
       }
       store_matrices(weight_row(G, k), weight[k]);
     }
+    if (G == 1 && longer) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const float low = exp2_fast(__fmaf_rn(more[2 * i], p.scale_log2, shift[i]));
+        const float high = exp2_fast(__fmaf_rn(more[2 * i + 1], p.scale_log2, shift[i]));
+        sum[i] += low, sum[i] += high;
+        rest[i] = pack_bf16(low, high);
+      }
+      store_matrices(rest_row(), rest[0], rest[1]);
+    }
     if (G == 0) fence_tensor_cores();  // the other warpgroup's products read the weights where they lie
+  }
+
+  // Where this lane's row of two matrices of weights of keys 64 .. 71 lies: behind the rope panel's 64 rows, 16 bytes a head.
+  __device__ uint32_t rest_row() const {
+    return tile_of(s, 1) + kRopePanel * kLastPanelBytes + kPanelBytes + (threadIdx.x % kGroup / kWarp * 16 + threadIdx.x % 16) * 16;
   }
 
   // Where this lane's row of the k-th four matrices of a chunk's weights lies.
   __device__ uint32_t weight_row(int buffer, int k) const {
     const int lane = threadIdx.x % kWarp, row = threadIdx.x % kGroup / kWarp * 16 + lane % 16;
-    return shared_address(s.keys[buffer]) + kRopePanel * kPanelBytes + row * 128 + ((2 * k + lane / 16) ^ (row % 8)) * 16;
+    return tile_of(s, buffer) + kRopePanel * panel_bytes(buffer) + row * 128 + ((2 * k + lane / 16) ^ (row % 8)) * 16;
   }
 
   // The first of this warpgroup's columns, in units of 64.
   __device__ int column() const { return part * (2 * COLUMNS / 64) + G * (COLUMNS / 64); }
   __device__ uint32_t values(int buffer) const {
-    return tile_descriptor(shared_address(s.keys[buffer]) + column() * kPanelBytes, kPanelBytes);
+    return tile_descriptor(tile_of(s, buffer) + column() * panel_bytes(buffer), panel_bytes(buffer));
   }
 
-  // `few`: all but the first 16 of the chunk's keys have no weight.
-  __device__ void add_own(const uint32_t (&weight)[4][4], bool few, bool first) {
-    const uint32_t v = values(G);
-    if (few) {
+  // o += weight . values of a chunk, with LONGER of keys 64 .. 71 too, whose product takes sixteen keys: the second eight are the first
+  // again and have no weight.
+  __device__ void multiply_values(const uint32_t (&weight)[4][4], const uint32_t (&rest)[4], uint32_t v, bool longer, bool first) {
+    if (longer) {
       wgmma_fence();
-      wgmma_values(o, weight[0], v, !first);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) wgmma_values(o, weight[i], v + i * (2048 >> 4), !first || i > 0);
+      wgmma_values(o, rest, v + 4 * (2048 >> 4), 1, kSwizzled);
     } else {
       wgmma_fence();
 #pragma unroll
       for (int i = 0; i < 4; ++i) wgmma_values(o, weight[i], v + i * (2048 >> 4), !first || i > 0);
     }
     wgmma_commit();
+  }
+
+  __device__ void add_own(const uint32_t (&weight)[4][4], const uint32_t (&rest)[4], bool longer, bool first) {
+    multiply_values(weight, rest, values(G), G == 1 && longer, first);
     // The weights in the rope panel were ordinary writes, and the other warpgroup reads them with ordinary loads; but the bulk copy engine
     // is to come after them. Here the fence costs nothing: products are under way.
     if (G == 1) fence_tensor_cores();
@@ -162,32 +200,21 @@ struct HopperGroup {
 
   // The second warpgroup has its own softmax to do meanwhile, so its products take the weights from shared memory. The first has not, and
   // takes them through registers, which spares the other one a fence between its softmax and the signal.
-  __device__ void add_other(bool few, bool first) {
+  __device__ void add_other(bool longer, bool first) {
     const uint32_t v = values(1 - G);
     if constexpr (G == 1) {
-      const uint32_t w = tile_descriptor(shared_address(s.keys[0]) + kRopePanel * kPanelBytes, 16);
-      if (few) {
-        wgmma_fence();
-        wgmma_values(o, w, v, !first);
-      } else {
-        wgmma_fence();
+      const uint32_t w = tile_descriptor(tile_of(s, 0) + kRopePanel * kPanelBytes, 16);
+      wgmma_fence();
 #pragma unroll
-        for (int i = 0; i < 4; ++i) wgmma_values(o, w + i * 2, v + i * (2048 >> 4), !first || i > 0);
-      }
+      for (int i = 0; i < 4; ++i) wgmma_values(o, w + i * 2, v + i * (2048 >> 4), !first || i > 0);
+      wgmma_commit();
     } else {
-      uint32_t weight[4][4];
+      uint32_t weight[4][4], rest[4] = {};
 #pragma unroll
       for (int i = 0; i < 4; ++i) load_matrices(weight[i], weight_row(1, i));
-      if (few) {
-        wgmma_fence();
-        wgmma_values(o, weight[0], v, !first);
-      } else {
-        wgmma_fence();
-#pragma unroll
-        for (int i = 0; i < 4; ++i) wgmma_values(o, weight[i], v + i * (2048 >> 4), !first || i > 0);
-      }
+      if (longer) load_matrices(rest[0], rest[1], rest_row());
+      multiply_values(weight, rest, v, longer, first);
     }
-    wgmma_commit();
   }
 
   // This warp has read its half of the buffer.
@@ -201,51 +228,52 @@ struct HopperGroup {
     top[0] = s.top[1 - G][head], top[1] = s.top[1 - G][head + 8];
   }
 
-  __device__ void even_chunk(int valid, bool first, bool last) {
-    float score[32], before[2] = {top[0], top[1]};
-    uint32_t weight[4][4];
-    form_scores(score, valid, first, last);
-    form_weights(score, weight, first);
+  __device__ void even_chunk(int step, bool last) {
+    float score[32], more[4], before[2] = {top[0], top[1]};
+    uint32_t weight[4][4], rest[4];
+    form_scores(score, more, kKeyChunk, step < 2, last);
+    form_weights(score, more, weight, rest, false, step < 2);
     signal<kEvenReady, 2 * kGroup>();
-    if (!first) rescale(before, top);
-    add_own(weight, valid <= kFewKeys, first);
+    if (step > 0) rescale(before, top);
+    add_own(weight, rest, false, step == 0);
     finish_add(0);
   }
 
-  __device__ void run(const HopperUnit& u) {
+  // Chunks of the first buffer, then of the second: step and step + 1, the first of them missing once where their number is odd.
+  __device__ void run(const HopperUnit& u, int keys, int steps) {
     top[0] = top[1] = own[0] = own[1] = -INFINITY;
     sum[0] = sum[1] = 0.f;
-    if (G == 1 && u.steps == 1) arrive(&s.q_empty);
-    for (int step = 0; step < u.steps; step += 2) {
-      const bool first = step == 0, pair = step + 1 < u.steps;
-      const int valid = u.keys - (u.first + step) * kKeyChunk;
+    if (G == 0 && steps == 1) arrive(&s.q_empty);
+    for (int step = -(steps & 1); step < steps; step += 2) {
+      const bool even = step >= 0, last = step + 2 == steps;
+      const int valid = keys - (u.first + step + 1) * kKeyChunk;  // keys of the row from the second buffer's chunk on
+      const bool longer = holds_more(valid);
+      float before[2];
       if constexpr (G == 0) {
-        even_chunk(valid, first, step + 2 >= u.steps);
-        if (!pair) break;
+        if (even) even_chunk(step, last);
         meet<kOddReady, 2 * kGroup>();
-        float before[2];
         read_other_top(before);
-        rescale(before, top);
-        add_other(valid - kKeyChunk <= kFewKeys, false);
+        if (even) rescale(before, top);
+        add_other(longer, !even);
         finish_add(1);
       } else {
-        float score[32], before[2];
-        uint32_t weight[4][4];
-        if (pair) form_scores(score, valid - kKeyChunk, first, step + 3 >= u.steps);
-        meet<kEvenReady, 2 * kGroup>();
-        read_other_top(before);
-        if (!first) rescale(before, top);
-        add_other(valid <= kFewKeys, first);
-        if (!pair) {
-          finish_add(0);
-          break;
+        float score[32], more[4];
+        uint32_t weight[4][4], rest[4] = {};
+        form_scores(score, more, valid, step <= 0, last);
+        if (even) {
+          meet<kEvenReady, 2 * kGroup>();
+          read_other_top(before);
+          if (step > 0) rescale(before, top);
+          add_other(false, step == 0);
         }
         before[0] = top[0], before[1] = top[1];
-        form_weights(score, weight, first);
+        form_weights(score, more, weight, rest, longer, step <= 0);
         signal<kOddReady, 2 * kGroup>();
-        finish_add(0);
-        rescale(before, top);
-        add_own(weight, valid - kKeyChunk <= kFewKeys, false);
+        if (even) {
+          finish_add(0);
+          rescale(before, top);
+        }
+        add_own(weight, rest, longer, !even);
         finish_add(1);
       }
     }
@@ -294,13 +322,13 @@ template <int G, int COLUMNS>
 __device__ __forceinline__ void compute_units(const HopperParams& p, HopperShared& s) {
   HopperGroup<G, COLUMNS> group(p, s);
   for (int i = 0; i < s.count; ++i) {
-    HopperUnit u = s.units[i];
+    const HopperUnit u = s.units[i];
     if (u.steps == 0) continue;
     group.part = u.part;
     // Says that a warp's branches are one, so that descriptors stay in uniform registers.
-    u.keys = __reduce_max_sync(kAll, u.keys), u.steps = __reduce_max_sync(kAll, u.steps);
-    group.run(u);
-    group.write(p.parts.unit(u.split, u.row, u.first_head), u.steps > G);
+    const int keys = __reduce_max_sync(kAll, u.keys), steps = static_cast<int>(__reduce_max_sync(kAll, static_cast<unsigned>(u.steps)));
+    group.run(u, keys, steps);
+    group.write(p.parts.unit(u.split, u.row, u.first_head), G == 1 || steps > 1);
   }
 }
 
@@ -310,16 +338,9 @@ __global__ __launch_bounds__(kHopperThreads, 1) void hopper_attention_kernel(con
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ __align__(1024) unsigned char raw[];
   HopperShared& s = *reinterpret_cast<HopperShared*>(raw);
-  if (threadIdx.x == 0) {
-    barrier_init(&s.q_empty, 2 * kGroup / kWarp);
-    for (int panel = 0; panel < kPanels; ++panel) barrier_init(&s.q_full[panel], 1);
-    for (int b = 0; b < 2; ++b) {
-      for (int panel = 0; panel < kPanels; ++panel) barrier_init(&s.full[b][panel], 1);
-      for (int group = 0; group < 2; ++group) barrier_init(&s.empty[b][group], kGroup / kWarp);
-      for (int half = 0; half < 2; ++half) barrier_init(&s.gather[b][half], 1);
-      barrier_init(&s.scored[b], kGroup / kWarp);
-    }
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  if (threadIdx.x == 2 * kWarp) {
+    init_barriers(s);
+  } else if (threadIdx.x == 3 * kWarp) {
     fetch_map(p.q_lat), fetch_map(p.q_rope), fetch_map(p.latents), fetch_map(p.k_ropes);
   }
   __syncwarp();

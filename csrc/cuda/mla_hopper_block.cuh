@@ -15,11 +15,10 @@ constexpr int kHopperThreads = 384;
 constexpr int kGroup = 128;  // threads of a warpgroup
 constexpr int kPanels = (kHopperRank + kHopperRope) / 64;
 constexpr int kHalfPanels = kHopperRank / 64 / 2;  // of a half of the latent columns
-constexpr int kTileBytes = kPanels * 64 * 128;
+constexpr int kTileBytes = kPanels * kKeyChunk * 128;
+constexpr int kLastPanelBytes = (kKeyChunk + kMoreKeys) * 128, kLastTileBytes = kPanels * kLastPanelBytes;  // of a split's last chunk
 constexpr int kRopePanel = kPanels - 1;
 constexpr int kGatherers = 64;  // threads
-constexpr int kMostUnits = 256;  // of a block
-constexpr int kFewKeys = 16;    // a chunk of no more takes shorter products
 
 struct HopperParams {
   CUtensorMap q_lat, q_rope;    // [M, heads, 512], [M, heads, 64]: boxes of a row, 64 heads, 64 columns
@@ -31,28 +30,38 @@ struct HopperParams {
   int path_stride;
   float scale_log2;  // softmax scale * log2(e)
   float slack;       // of a raw score above what weights are relative to, before that moves
-  int heads, splits, slots;
+  int heads, splits;
   int multiprocessors;
+  bool early;  // the kernel ahead writes neither the step's state nor keys below kv_len
 };
 
 // Chunks first .. first + steps - 1 of a row, for 64 of its heads and, where blocks share it, a part of the columns.
 struct HopperUnit {
-  int row, first_head, split, part, keys, first, steps;
+  int keys, first;  // of the row; chunk
+  uint16_t row, first_head, steps;
+  uint8_t split, part;
 };
 
 struct HopperShared {
   unsigned char q[kTileBytes];
-  unsigned char keys[2][kTileBytes];
+  unsigned char keys[kTileBytes + kLastTileBytes];  // both buffers: chunk c of a split is in the second where its last chunk is c + 2 i
   HopperUnit units[kMostUnits];  // of this block
   int count, parts, kv_len;      // how many; blocks that share each
   float top[2][kHopperHeads];  // what weights are relative to after the last even and the last odd chunk
   unsigned long long q_full[kPanels], q_empty;
   unsigned long long full[2][kPanels];  // [buffer]
+  unsigned long long more;              // keys 64 .. 71 of a chunk are there
   unsigned long long empty[2][2];       // [buffer][warpgroup]
   unsigned long long scored[2];         // [buffer]: where blocks share a unit, the columns of the other block are free
   unsigned long long gather[2][2];      // [buffer][half of the latent columns]: free, and to be filled by the gatherers
 };
 static_assert(sizeof(HopperShared) <= 227 * 1024, "what a block of Hopper may have");
+
+__device__ __forceinline__ constexpr int panel_bytes(int buffer) { return buffer == 0 ? kKeyChunk * 128 : kLastPanelBytes; }
+// A chunk, from which on the row has so many keys, has more than the others.
+__device__ __forceinline__ bool holds_more(int valid) { return valid > kKeyChunk && valid <= kKeyChunk + kMoreKeys; }
+// Where a chunk of a split of so many lies: the last one, which may have more keys, in the second buffer.
+__device__ __forceinline__ int buffer_of(int step, int steps) { return (step + steps) & 1; }
 
 // Blocks that share a unit.
 __device__ __forceinline__ int parts_of(const HopperParams& p, int n_rows, int kv_len) {
@@ -72,11 +81,15 @@ __device__ __forceinline__ UnitPlace place_of(const HopperParams& p, int t, int 
 }
 // The unit there; without steps where a row has no such split. depth: of its row.
 __device__ __forceinline__ HopperUnit unit_at(const UnitPlace& at, int n_rows, int kv_len, int depth) {
-  HopperUnit u{at.row, at.first_head, at.split, at.part, kv_len + depth + 1, 0, 0};
-  const int chunks = chunks_of(u.keys), splits = splits_of(u.keys);
-  u.first = split_begin(u.split, splits, chunks);
-  if (u.split < splits && u.row < n_rows) u.steps = split_begin(u.split + 1, splits, chunks) - u.first;
-  return u;
+  const int keys = kv_len + depth + 1, chunks = chunks_of(keys), splits = splits_of(keys), first = split_begin(at.split, splits, chunks);
+  const int steps = at.split < splits && at.row < n_rows ? split_begin(at.split + 1, splits, chunks) - first : 0;
+  return {keys,
+          first,
+          static_cast<uint16_t>(at.row),
+          static_cast<uint16_t>(at.first_head),
+          static_cast<uint16_t>(steps),
+          static_cast<uint8_t>(at.split),
+          static_cast<uint8_t>(at.part)};
 }
 // How many there are, those without steps included.
 __device__ __forceinline__ int count_units(const HopperParams& p, int parts) {
@@ -116,7 +129,8 @@ __device__ __forceinline__ void signal() {
 // Makes this thread's ordinary writes to shared memory seen by the tensor cores of whoever is told of them afterwards.
 __device__ __forceinline__ void fence_tensor_cores() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-constexpr int kMeetEven = 1, kMeetOdd = 2, kEvenReady = 3, kOddReady = 4, kGathered = 5, kPlanned = 6, kPlannedGather = 7;
+constexpr int kMeetEven = 1, kMeetOdd = 2, kEvenReady = 3, kOddReady = 4, kGathered = 5, kPlanned = 6, kPlannedGather = 7,
+              kInitialized = 8;
 
 __device__ __forceinline__ void copy16(uint32_t to, const void* from, bool there) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(there ? 16 : 0) : "memory");
@@ -133,10 +147,9 @@ __device__ __forceinline__ void copy_box(const CUtensorMap& map, uint32_t to, un
       "l"(&map), "r"(shared_address(full)), "r"(column), "r"(head), "r"(row)
       : "memory");
 }
+// The tile of a buffer.
+__device__ __forceinline__ uint32_t tile_of(const HopperShared& s, int buffer) { return shared_address(s.keys) + buffer * kTileBytes; }
 __device__ __forceinline__ void fetch_map(const CUtensorMap& map) { asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory"); }
-__device__ __forceinline__ void fetch_to_l2(const void* from, int bytes) {
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
-}
 __device__ __forceinline__ float exp2_fast(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -159,6 +172,15 @@ __device__ __forceinline__ uint32_t pack_half(float low, float high) {
 __device__ __forceinline__ void store_matrices(uint32_t row, const uint32_t (&m)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row), "r"(m[0]), "r"(m[1]), "r"(m[2]), "r"(m[3])
                : "memory");
+}
+
+// Two of them.
+__device__ __forceinline__ void store_matrices(uint32_t row, uint32_t a, uint32_t b) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x2.shared.b16 [%0], {%1, %2};" ::"r"(row), "r"(a), "r"(b) : "memory");
+}
+
+__device__ __forceinline__ void load_matrices(uint32_t& a, uint32_t& b, uint32_t row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];" : "=r"(a), "=r"(b) : "r"(row) : "memory");
 }
 
 __device__ __forceinline__ void load_matrices(uint32_t (&m)[4], uint32_t row) {

@@ -8,37 +8,52 @@ namespace cuda {
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
-// By one warp: this block's units, a lane a unit. All that needs no state is done while the kernel ahead still runs.
-__device__ __forceinline__ void plan_units(const HopperParams& p, HopperShared& s) {
-  const int lane = threadIdx.x % kWarp;
-  const UnitPlace alone = place_of(p, lane, 1), shared = place_of(p, lane, 2);
-  wait_for_previous();
-  // Depths of both rows that it may be, so that they come together with the state.
-  const int depth_alone = load_early(p.parts.depths + alone.row), depth_shared = load_early(p.parts.depths + shared.row);
-  const int n_rows = load_early(&p.parts.state->n_rows), kv_len = load_early(&p.parts.state->kv_len);
-  const int parts = parts_of(p, n_rows, kv_len), count = count_units(p, parts);
-  if (lane == 0) s.parts = parts, s.kv_len = kv_len, s.count = count;
-  s.units[lane] = unit_at(parts == 1 ? alone : shared, n_rows, kv_len, parts == 1 ? depth_alone : depth_shared);
-  for (int t = lane + kWarp; t < count; t += kWarp) {
-    const UnitPlace at = place_of(p, t, parts);
-    s.units[t] = unit_at(at, n_rows, kv_len, p.parts.depths[at.row]);
-  }
-  __syncwarp();
+// Of a unit: chunks that hold keys of this step's rows, or end between committed ones, or have more than 64 keys, are the gatherers' from
+// the first of these on. The bulk copy engine brings the first 64 keys where all are committed.
+__device__ __forceinline__ bool committed(const HopperShared& s, int chunk) { return chunk < s.kv_len / kKeyChunk; }
+__device__ __forceinline__ bool has_more(const HopperUnit& u, int step) { return holds_more(u.keys - (u.first + step) * kKeyChunk); }
+
+// Starts a load of what is older than the kernel ahead, past the first cache, which may hold what was there before.
+__device__ __forceinline__ int load_settled(const int32_t* p) {
+  int v;
+  asm volatile("ld.global.cg.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+  return v;
 }
 
-// By one thread of a block, while the kernel ahead still runs: the keys of the block's first unit, to L2. Nothing is read but where they
-// are; where the state is not this step's yet, other keys come, and no harm.
-__device__ __forceinline__ void fetch_ahead(const HopperParams& p) {
-  const int kv_len = min(max(__ldcg(&p.parts.state->kv_len), 0), p.slots), n_rows = max(1, __ldcg(&p.parts.state->n_rows));
-  const HopperUnit u = unit_at(place_of(p, 0, parts_of(p, n_rows, kv_len)), n_rows, kv_len, 0);
-  if (u.part > 0) return;
-  // The rows of a split share its first two chunks.
-  for (int i = u.row - p.parts.first_row; i < min(u.steps, 2); i += n_rows) {
-    const int slot = (u.first + i) * kKeyChunk, keys = min(kKeyChunk, p.slots - slot);
-    if (slot >= u.keys || keys <= 0) return;
-    fetch_to_l2(p.latent + static_cast<size_t>(slot) * kHopperRank, keys * kHopperRank * 2);
-    fetch_to_l2(p.k_rope + static_cast<size_t>(slot) * kHopperRope, keys * kHopperRope * 2);
+// By one thread, while another warp fetches the state. They take uniform registers, so that a warp's lanes would go one after the other.
+__device__ __forceinline__ void init_barriers(HopperShared& s) {
+  barrier_init(&s.q_empty, 2 * kGroup / kWarp);
+  for (int panel = 0; panel < kPanels; ++panel) barrier_init(&s.q_full[panel], 1);
+  for (int b = 0; b < 2; ++b) {
+    for (int panel = 0; panel < kPanels; ++panel) barrier_init(&s.full[b][panel], 1);
+    for (int group = 0; group < 2; ++group) barrier_init(&s.empty[b][group], kGroup / kWarp);
+    for (int half = 0; half < 2; ++half) barrier_init(&s.gather[b][half], 1);
+    barrier_init(&s.scored[b], kGroup / kWarp);
   }
+  barrier_init(&s.more, 1);
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+// By one warp: this block's units, a lane a unit. What the kernel ahead does not write may be read while it runs, because what came before
+// it has ended (device.cuh).
+__device__ __forceinline__ void plan_units(const HopperParams& p, HopperShared& s) {
+  const int lane = threadIdx.x % kWarp;
+  if (!p.early) wait_for_previous();
+  // All that has to be fetched is asked for at once: the depths of the first 32 rows, a lane a row.
+  const int n_rows = load_settled(&p.parts.state->n_rows), kv_len = load_settled(&p.parts.state->kv_len);
+  const int near = load_settled(p.parts.depths + p.parts.first_row + min(lane, p.parts.rows - 1));
+  const UnitPlace alone = place_of(p, lane, 1), shared = place_of(p, lane, 2);
+  const int parts = parts_of(p, n_rows, kv_len), count = count_units(p, parts);
+  if (lane == 0) s.parts = parts, s.kv_len = kv_len, s.count = count;
+  const UnitPlace place{parts == 1 ? alone.part : shared.part, parts == 1 ? alone.split : shared.split, parts == 1 ? alone.row : shared.row,
+                        parts == 1 ? alone.first_head : shared.first_head};
+  const int row = place.row - p.parts.first_row, depth_near = __shfl_sync(kAll, near, row % kWarp);
+  if (lane < count) s.units[lane] = unit_at(place, n_rows, kv_len, row < kWarp ? depth_near : load_settled(p.parts.depths + place.row));
+  for (int t = lane + kWarp; t < count; t += kWarp) {
+    const UnitPlace at = place_of(p, t, parts);
+    s.units[t] = unit_at(at, n_rows, kv_len, load_settled(p.parts.depths + at.row));
+  }
+  __syncwarp();
 }
 
 // By one thread: queries, panel after panel, as the keys come at the same time.
@@ -69,10 +84,10 @@ __device__ __forceinline__ void copy_keys(const HopperParams& p, HopperShared& s
     const HopperUnit& u = s.units[i];
     if (u.steps == 0) continue;
     for (int step = 0; step < u.steps; ++step) {
-      const int b = step & 1, parity = (uses >> b & 1) ^ 1, chunk = u.first + step;
+      const int b = buffer_of(step, u.steps), parity = (uses >> b & 1) ^ 1, chunk = u.first + step;
       uses ^= 1 << b;
-      const bool committed = chunk < s.kv_len / kKeyChunk;
-      const uint32_t to = shared_address(s.keys[b]);
+      const bool mine = committed(s, chunk), theirs = !mine || has_more(u, step);
+      const uint32_t to = tile_of(s, b);
 #pragma unroll 1
       for (int i = 0; i < 2; ++i) {
         // A half of the latent columns is a warpgroup's own, unless the block has one of the halves alone: the other one is free, and
@@ -86,25 +101,23 @@ __device__ __forceinline__ void copy_keys(const HopperParams& p, HopperShared& s
           barrier_wait(&s.empty[b][0], parity);
           barrier_wait(&s.empty[b][1], parity);
         }
-        if (!committed) {
-          barrier_arrive(&s.gather[b][half]);
-          continue;
-        }
+        if (theirs) barrier_arrive(&s.gather[b][half]);
+        if (!mine) continue;
 #pragma unroll 1
         for (int panel = half * kHalfPanels; panel < (half + 1) * kHalfPanels; ++panel) {
           barrier_expect(&s.full[b][panel], kPanelBytes);
-          copy_box(p.latents, to + panel * kPanelBytes, &s.full[b][panel], panel * 64, chunk * kKeyChunk);
+          copy_box(p.latents, to + panel * panel_bytes(b), &s.full[b][panel], panel * 64, chunk * kKeyChunk);
         }
       }
-      if (!committed) continue;
+      if (!mine) continue;
       // As weights, the rope panel was read by one warpgroup, as keys by the other.
       barrier_expect(&s.full[b][kRopePanel], kPanelBytes);
-      copy_box(p.k_ropes, to + kRopePanel * kPanelBytes, &s.full[b][kRopePanel], 0, chunk * kKeyChunk);
+      copy_box(p.k_ropes, to + kRopePanel * panel_bytes(b), &s.full[b][kRopePanel], 0, chunk * kKeyChunk);
     }
   }
 }
 
-// What this thread has copied into panels first .. last - 1 has landed; once that is true of all gatherers, the panels are full.
+// What this thread has copied has landed; once that is true of all gatherers, panels first .. last - 1 are full.
 __device__ __forceinline__ void say_gathered(HopperShared& s, int buffer, int first, int last) {
   fence_tensor_cores();
   meet<kGathered, kGatherers>();
@@ -114,38 +127,23 @@ __device__ __forceinline__ void say_gathered(HopperShared& s, int buffer, int fi
   __syncwarp();
 }
 
-constexpr int kLines = kKeyChunk / 8;  // keys of a chunk that a gatherer has a piece of: a panel's row takes eight of them
-
-// Slots of this gatherer's keys of a chunk, -1 after the last.
-__device__ __forceinline__ void find_slots(const HopperParams& p, const HopperShared& s, const HopperUnit& u, int step, int (&slot)[kLines]) {
-  const int first = (u.first + step) * kKeyChunk + threadIdx.x % kGatherers / 8;
-  const int32_t* path = p.path + static_cast<size_t>(u.row) * p.path_stride;
-#pragma unroll
-  for (int i = 0; i < kLines; ++i) {
-    const int position = first + 8 * i;
-    slot[i] = position >= u.keys ? -1 : position < s.kv_len ? position : s.kv_len + path[position - s.kv_len];
-  }
-}
-
-// Half the latent columns of a chunk at a row's end, and with the second half its rope: key by key, each at the place of its position,
-// zeros after the last.
-template <int HALF>
-__device__ __forceinline__ void gather_half(const HopperParams& p, HopperShared& s, int buffer, const int (&slot)[kLines], bool few) {
+// Keys first .. last - 1 of a chunk, half of the latent columns and with the second half the rope: each to the place of its position, zeros
+// after the row's last. A loop, because where a step's weights have driven the code out of L2 little of it is sooner there.
+__device__ __forceinline__ void gather_half(const HopperParams& p, HopperShared& s, int buffer, int half, const int32_t* path, int position, int keys,
+                                            int first, int last) {
   const int t = threadIdx.x % kGatherers, piece = t % 8, line = t / 8;  // 16-byte piece of a panel row; one of 8 rows
   // Rows line, line + 8, .. all have the same place in the swizzle.
-  const uint32_t to = shared_address(s.keys[buffer]) + line * 128 + (piece ^ line) * 16;
+  const uint32_t to = tile_of(s, buffer) + line * 128 + (piece ^ line) * 16;
+#pragma unroll 1
+  for (int key = first; key < last; key += 8) {
+    const int at = position + key + line;
+    const bool there = at < keys;
+    const int slot = !there ? 0 : at < s.kv_len ? at : s.kv_len + path[at - s.kv_len];
+    const uint32_t row = to + key * 128;
+    const __nv_bfloat16* lat = p.latent + static_cast<size_t>(slot) * kHopperRank + half * (kHopperRank / 2) + piece * 8;
 #pragma unroll
-  for (int i = 0; i < kLines; ++i) {
-    if (few && i >= kFewKeys / 8) break;
-    const bool there = slot[i] >= 0;
-    const int from = max(slot[i], 0);
-    const uint32_t row = to + 8 * i * 128;
-    const __nv_bfloat16* lat = p.latent + static_cast<size_t>(from) * kHopperRank + HALF * (kHopperRank / 2) + piece * 8;
-#pragma unroll
-    for (int panel = 0; panel < kHalfPanels; ++panel) copy16(row + (HALF * kHalfPanels + panel) * kPanelBytes, lat + panel * 64, there);
-    if constexpr (HALF == 1) {
-      copy16(row + kRopePanel * kPanelBytes, p.k_rope + static_cast<size_t>(from) * kHopperRope + piece * 8, there);
-    }
+    for (int panel = 0; panel < kHalfPanels; ++panel) copy16(row + (half * kHalfPanels + panel) * panel_bytes(buffer), lat + panel * 64, there);
+    if (half == 1) copy16(row + kRopePanel * panel_bytes(buffer), p.k_rope + static_cast<size_t>(slot) * kHopperRope + piece * 8, there);
   }
   asm volatile("cp.async.commit_group;" ::: "memory");
 }
@@ -156,20 +154,25 @@ __device__ __forceinline__ void gather_keys(const HopperParams& p, HopperShared&
   for (int i = 0; i < s.count; ++i) {
     const HopperUnit& u = s.units[i];
     if (u.steps == 0) continue;
-    for (int step = max(0, s.kv_len / kKeyChunk - u.first); step < u.steps; ++step) {
-      const int b = step & 1, parity = uses >> b & 1;
+    const int last = u.steps - 1;
+    for (int step = min(max(0, s.kv_len / kKeyChunk - u.first), has_more(u, last) ? last : u.steps); step < u.steps; ++step) {
+      const int b = buffer_of(step, u.steps), parity = uses >> b & 1, chunk = u.first + step;
       uses ^= 1 << b;
-      int slot[kLines];
-      find_slots(p, s, u, step, slot);
-      const bool few = u.keys - (u.first + step) * kKeyChunk <= kFewKeys;
-      barrier_wait(&s.gather[b][0], parity);
-      gather_half<0>(p, s, b, slot, few);
-      barrier_wait(&s.gather[b][1], parity);
-      gather_half<1>(p, s, b, slot, few);
-      asm volatile("cp.async.wait_group 1;" ::: "memory");
-      say_gathered(s, b, 0, kHalfPanels);
+      const bool more = has_more(u, step), whole = !committed(s, chunk);
+      const int from = whole ? 0 : kKeyChunk, to = more ? kKeyChunk + kMoreKeys : kKeyChunk;
+      const int32_t* path = p.path + static_cast<size_t>(u.row) * p.path_stride;
+#pragma unroll 1
+      for (int half = 0; half < 2; ++half) {
+        barrier_wait(&s.gather[b][half], parity);
+        gather_half(p, s, b, half, path, chunk * kKeyChunk, u.keys, from, to);
+      }
+      if (whole) {
+        asm volatile("cp.async.wait_group 1;" ::: "memory");
+        say_gathered(s, b, 0, kHalfPanels);
+      }
       asm volatile("cp.async.wait_group 0;" ::: "memory");
-      say_gathered(s, b, kHalfPanels, kPanels);
+      say_gathered(s, b, kHalfPanels, whole ? kPanels : 0);
+      if (more && threadIdx.x % kGatherers == 0) barrier_arrive(&s.more);
     }
   }
 }
@@ -179,16 +182,17 @@ __device__ __forceinline__ void copy_units(const HopperParams& p, HopperShared& 
   const int t = threadIdx.x % kGroup;
   if (t < kWarp) {
     plan_units(p, s);
+    meet<kInitialized, 2 * kWarp>();
     signal<kPlanned, kHopperThreads - kGatherers>();
     signal<kPlannedGather, kWarp + kGatherers>();
     if (t == 0) copy_keys(p, s);
+    wait_for_previous();
   } else if (t < 2 * kWarp) {
     wait_for_previous();
     meet<kPlanned, kHopperThreads - kGatherers>();
     if (t == kWarp) copy_queries(p, s);
   } else {
-    if (t == 2 * kWarp) fetch_ahead(p);
-    __syncwarp();
+    if (t < 3 * kWarp) signal<kInitialized, 2 * kWarp>();
     wait_for_previous();
     meet<kPlannedGather, kWarp + kGatherers>();
     gather_keys(p, s);

@@ -1,7 +1,7 @@
 // Which kernels serve MLA in bf16, and how attention cuts a row's keys: pure functions of sizes, the device and the row's own length, for
 // the host and for kernels. Which one serves depends on nothing that differs between steps, because sums have another order elsewhere.
 //
-// Keys stand at their logical positions 0 .. keys-1, in chunks of 64. A split is a run of chunks that one block adds up in order;
+// Keys stand at their logical positions 0 .. keys-1, in chunks of 64, the last one of up to 72. A split is a run of chunks that one block adds up in order;
 // where splits begin depends on the row's keys alone, so the same row is cut the same way in every step, alone or in any tree.
 // More splits are more blocks for few rows and more sums to write and fold for many.
 #pragma once
@@ -19,7 +19,11 @@ constexpr int kKeyChunk = 64;
 
 constexpr int kMaxSplits = 33;
 
-KD_BOTH constexpr int chunks_of(int keys) { return (keys + kKeyChunk - 1) / kKeyChunk; }
+// Keys that a row's last chunk may have beyond the others': a few keys more than whole chunks, as a step of a tree behind so many has them,
+// would otherwise take as long as a chunk.
+constexpr int kMoreKeys = 8;
+
+KD_BOTH constexpr int chunks_of(int keys) { return keys <= kKeyChunk ? 1 : (keys - kMoreKeys + kKeyChunk - 1) / kKeyChunk; }
 
 // Two chunks a split until there are 16 of them, which for 8 rows are a round of an H200's 132 multiprocessors and for 16 rows two; with 33
 // any multiple of four rows is whole rounds. It does not fall with the keys.
@@ -50,8 +54,11 @@ constexpr size_t part_bytes(int heads, int splits) {
   return static_cast<size_t>(splits) * static_cast<size_t>(head_blocks_of(heads)) * kPartHeads *
          (kPartRank * sizeof(uint16_t) + (2 * 2 + kPartScales) * sizeof(float));
 }
-constexpr int rows_a_launch(int heads, int rows, int splits) {
-  const size_t most = kMostParts / part_bytes(heads, splits);
+constexpr int kMostUnits = 64;  // of a block, parts of shared ones counted each
+constexpr int rows_a_launch(int heads, int rows, int splits, int multiprocessors) {
+  const size_t by_bytes = kMostParts / part_bytes(heads, splits);
+  const auto by_units = static_cast<size_t>(kMostUnits / 2 * multiprocessors / (splits * head_blocks_of(heads)));
+  const size_t most = by_bytes < by_units ? by_bytes : by_units;
   return most < 1 ? 1 : most < static_cast<size_t>(rows) ? static_cast<int>(most) : rows;
 }
 // Enough for every launch of up to so many rows that see up to so many keys. One of fewer splits may have more rows and come nearer to

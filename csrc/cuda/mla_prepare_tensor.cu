@@ -168,6 +168,7 @@ bool CudaBackend::prepare_on_tensor_cores(const MlaPrepareArgs& a) {
   const int parts = (a.dims.rank + kColumns - 1) / kColumns;
   const int blocks = a.dims.heads * parts + (a.rows.max_rows + kWarps - 1) / kWarps;
   launch("mla_prepare_bf16", prepare_kernel, dim3(blocks), kThreads, sizeof(Shared), PrepareParams(a));
+  keys_settled_ = true;
   ++(*counting_)["mla_prepare_bf16_tensor"];
   return true;
 }

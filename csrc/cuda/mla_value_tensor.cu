@@ -65,7 +65,7 @@ __device__ __forceinline__ void store_to(int to, const float* at, float2 v) {
 __device__ __forceinline__ void fold_rows(const ValueParams& p, Shared& s, int head, int half, int n_rows) {
   constexpr int kHalf = kOctets / 2;
   const int warp = threadIdx.x / kWarp;
-  OctetFold sums;
+  OctetFold<8> sums;
   const auto fetch = [&](int i) {
     if (i < n_rows * kHalf) sums.fetch(p.parts, i / kHalf, head, half * kHalf + i % kHalf);
   };

@@ -20,10 +20,10 @@ constexpr int kPanelBytes = 64 * 128;  // 64 rows
 __device__ __forceinline__ uint32_t tile_descriptor(uint32_t shared, uint32_t panel_stride) {
   return (shared & 0x3ffff) >> 4 | (panel_stride >> 4) << 16;
 }
-__device__ __forceinline__ uint64_t whole_descriptor(uint32_t lower) {
-  constexpr uint32_t kUpper = (1024 >> 4) | 1u << 30;  // bytes from 8 rows to the next, 128-byte swizzle
+constexpr uint32_t kSwizzled = 1u << 30, kEightRows = 1024 >> 4;  // of the upper half: 128-byte swizzle; bytes from 8 rows to the next
+__device__ __forceinline__ uint64_t whole_descriptor(uint32_t lower, uint32_t upper = kSwizzled | kEightRows) {
   uint64_t whole;
-  asm("mov.b64 %0, {%1, %2};" : "=l"(whole) : "r"(lower), "r"(kUpper));
+  asm("mov.b64 %0, {%1, %2};" : "=l"(whole) : "r"(lower), "r"(upper));
   return whole;
 }
 
@@ -59,12 +59,14 @@ __device__ __forceinline__ void wgmma_scores(float (&d)[32], uint32_t a, uint32_
       : "l"(whole_descriptor(a)), "l"(whole_descriptor(b)), "r"(accumulate));
 }
 
-// The same for sixteen rows of b: the first quarter of those sums.
-__device__ __forceinline__ void wgmma_scores(float (&d)[8], uint32_t a, uint32_t b, int accumulate) {
+// The same for 72 rows of b, the sums of the last eight in `more`.
+__device__ __forceinline__ void wgmma_scores(float (&d)[32], float (&more)[4], uint32_t a, uint32_t b, int accumulate) {
   asm volatile(
-      "{\n.reg .pred p;\nsetp.ne.b32 p, %10, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 {%0,%1,%2,%3,%4,%5,%6,%7}, %8, %9, p, 1, 1, 0, 0;\n}\n"
-      : KD_SUMS4(d, 0), KD_SUMS4(d, 4)
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %38, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n72k16.f32.bf16.bf16 {"
+      KD_PLACES32 ",%32,%33,%34,%35"
+      "}, %36, %37, p, 1, 1, 0, 0;\n}\n"
+      : KD_SUMS32(d, 0), KD_SUMS4(more, 0)
       : "l"(whole_descriptor(a)), "l"(whole_descriptor(b)), "r"(accumulate));
 }
 
@@ -90,15 +92,16 @@ __device__ __forceinline__ void wgmma_wait(float (&d)[32], uint32_t (&a)[8]) {
 }
 
 // d[64, 256] = a[64, 16] b[16, 256] (+ d): b with its columns contiguous; a in registers or in shared memory. Products
-// with a in registers hold up the warp while they read it.
-__device__ __forceinline__ void wgmma_values(float (&d)[128], const uint32_t (&a)[4], uint32_t b, int accumulate) {
+// with a in registers hold up the warp while they read it. Without kEightRows in `upper`, b's second eight rows are its first ones again.
+__device__ __forceinline__ void wgmma_values(float (&d)[128], const uint32_t (&a)[4], uint32_t b, int accumulate,
+                                             uint32_t upper = kSwizzled | kEightRows) {
   asm volatile(
       "{\n.reg .pred p;\nsetp.ne.b32 p, %133, 0;\n"
       "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {"
       KD_PLACES128
       "}, {%128,%129,%130,%131}, %132, p, 1, 1, 1;\n}\n"
       : KD_SUMS128(d)
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(whole_descriptor(b)), "r"(accumulate));
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(whole_descriptor(b, upper)), "r"(accumulate));
 }
 
 __device__ __forceinline__ void wgmma_values(float (&d)[128], uint32_t a, uint32_t b, int accumulate) {
@@ -112,14 +115,15 @@ __device__ __forceinline__ void wgmma_values(float (&d)[128], uint32_t a, uint32
 }
 
 // The same for 128 columns.
-__device__ __forceinline__ void wgmma_values(float (&d)[64], const uint32_t (&a)[4], uint32_t b, int accumulate) {
+__device__ __forceinline__ void wgmma_values(float (&d)[64], const uint32_t (&a)[4], uint32_t b, int accumulate,
+                                             uint32_t upper = kSwizzled | kEightRows) {
   asm volatile(
       "{\n.reg .pred p;\nsetp.ne.b32 p, %69, 0;\n"
       "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
       KD_PLACES64
       "}, {%64,%65,%66,%67}, %68, p, 1, 1, 1;\n}\n"
       : KD_SUMS64(d, 0)
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(whole_descriptor(b)), "r"(accumulate));
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(whole_descriptor(b, upper)), "r"(accumulate));
 }
 
 __device__ __forceinline__ void wgmma_values(float (&d)[64], uint32_t a, uint32_t b, int accumulate) {

@@ -338,24 +338,26 @@ def test_mla(ops: Ops, dims: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("dims", [(3, 17, 5, 6, 7), (2, 512, 128, 64, 128)])
 @pytest.mark.parametrize("growth", [0.0, 0.25])
 def test_attention_over_many_keys(ops: Ops, dims: tuple[int, ...], growth: float) -> None:
-    """A tree behind 21 chunks of keys, whose scores grow with the position or do not: against float64."""
+    """A tree behind 21 chunks of keys, whose scores grow with the position or do not, and before it a chain of more
+    rows than the blocks of a GPU take at once: against float64."""
     committed, rows = 1300, Rows([-1, 0, 0, 1, 1, 2, 3, 6, 0])
     total, m = committed + 9, 9
     layer = Layer(ops, dims, total)
     layer.kv[:, layer.rank :] *= 1 + growth * np.arange(total, dtype=np.float32)[:, None]
     for at in range(0, committed, 65):
-        layer.step(range(at, at + 65), chain(65), at)
+        wide = layer.step(range(at, at + 65), chain(65), at)
     got = layer.step(range(committed, total), rows, committed)
     latent, k_rope = (value(x) for x in layer.cached())
     moved = 0.0
-    for row in range(m):
-        keys = [*range(committed), *(committed + rows.path[row, : rows.depths[row] + 1])]
+    seen = [(got, row, [*range(committed), *(committed + rows.path[row, : rows.depths[row] + 1])]) for row in range(m)]
+    seen += [(wide, row, [*range(committed - 64 + row)]) for row in (0, 33, 64)]
+    for step, row, keys in seen:
         score = layer.scale * (
-            value(got["q_lat"][row]) @ latent[keys].T + value(got["q_rope"][row]) @ k_rope[keys].T
+            value(step["q_lat"][row]) @ latent[keys].T + value(step["q_rope"][row]) @ k_rope[keys].T
         )  # [head, key]
         moved = max(moved, float((score.max(-1) - score[:, :64].max(-1)).max()))
         p = np.exp(score - score.max(-1, keepdims=True))
-        assert error(value(got["o_lat"][row]), p @ latent[keys] / p.sum(-1, keepdims=True)) < 3e-5, f"row {row}"
+        assert error(value(step["o_lat"][row]), p @ latent[keys] / p.sum(-1, keepdims=True)) < 3e-5, f"row {row}"
     assert (moved > 20) == (growth > 0), "what this is about is that sums are rescaled"
 
 
