@@ -52,7 +52,7 @@ float* rows_out(const Tensor& out, int64_t rows, int64_t width) {
 
 int64_t session_open(Tensor path, Tensor label, std::string device, std::string precision, int64_t context, int64_t max_rows,
                      bool poison, bool graphs, int64_t rank, int64_t ranks, int64_t all_gather, int64_t broadcast,
-                     int64_t memory) {
+                     std::vector<int64_t> windows, int64_t window_bytes, double window_seconds, int64_t progress) {
   static const std::map<std::string, Precision> known = {{"fp32", {Numerics::kF32, WeightKind::kF32}},
                                                          {"int4", {Numerics::kF32, WeightKind::kInt4}},
                                                          {"bf16", {Numerics::kBf16, WeightKind::kBf16}},
@@ -63,8 +63,11 @@ int64_t session_open(Tensor path, Tensor label, std::string device, std::string 
   }
   need(ranks >= 1 && rank >= 0 && rank < ranks, "rank", "is not below the number of ranks");
   need(ranks == 1 || (all_gather != 0 && broadcast != 0), "all_gather", "is no function");
-  const Transport transport{reinterpret_cast<Transport::AllGather>(all_gather), reinterpret_cast<Transport::Broadcast>(broadcast),
-                            reinterpret_cast<Transport::Memory>(memory)};
+  need(windows.empty() || (windows.size() == static_cast<size_t>(ranks) && ranks <= kWindowRanks), "windows", "are not one a rank");
+  Transport transport{reinterpret_cast<Transport::AllGather>(all_gather), reinterpret_cast<Transport::Broadcast>(broadcast), {},
+                      reinterpret_cast<Transport::Progress>(progress)};
+  transport.window = {static_cast<int>(rank), static_cast<int>(windows.size()), {}, static_cast<size_t>(window_bytes), window_seconds};
+  for (size_t r = 0; r < windows.size(); ++r) transport.window.of[r] = reinterpret_cast<void*>(windows[r]);
   auto file = KdtrFile::open(text(path), text(label));
   auto entry = std::make_shared<Entry>();
   entry->session = std::make_unique<Session>(make_backend(device, poison), std::move(file),
@@ -243,8 +246,7 @@ std::string session_broken_guard(int64_t handle) { return Locked(handle)->backen
 std::vector<int64_t> session_memory(int64_t handle) {
   const Locked s(handle);
   const MemoryInfo m = s->backend().memory();
-  const auto lent = static_cast<int64_t>(s->lent());
-  return {static_cast<int64_t>(m.allocated) + lent, static_cast<int64_t>(m.peak) + lent};
+  return {static_cast<int64_t>(m.allocated), static_cast<int64_t>(m.peak)};
 }
 
 }  // namespace
@@ -278,7 +280,7 @@ void wrong_call(uint64_t args, uint64_t wanted) {
 KDTREE_LIBRARY_FRAGMENT(KDTREE_LIBRARY, m) {
   m.def(
       "session_open(Tensor path, Tensor label, str device, str precision, int context, int max_rows, bool poison, bool graphs, "
-      "int rank, int ranks, int all_gather, int broadcast, int memory) -> int");
+      "int rank, int ranks, int all_gather, int broadcast, int[] windows, int window_bytes, float window_seconds, int progress) -> int");
   m.def("session_close(int handle) -> ()");
   m.def("session_sizes(int handle) -> int[]");
   m.def("session_weights(int handle) -> str");

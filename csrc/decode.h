@@ -49,7 +49,6 @@ class Session {
   int length() const { return length_; }
   int max_rows() const { return max_rows_; }
   int context() const { return context_; }
-  size_t lent() const { return forward_->lent(); }
   const std::vector<ResidentWeight>& weights() const { return weights_.resident; }
   void reset();
 

@@ -6,23 +6,34 @@
 namespace kdtree {
 namespace {
 
-// src: u8 [ranks, bytes a rank]; a part each: dst u8 [rows, bytes], its offset in a rank's bytes, its rows for every row of the step.
+// Windows: u8 [bytes], zeros, one a rank, all on this device: ranks then are backends of it.
+void open_window(int64_t handle, int64_t rank, std::vector<Tensor> windows, double seconds) {
+  need(!windows.empty() && windows.size() <= kWindowRanks, "windows", "are none or too many");
+  Window w{static_cast<int>(rank), static_cast<int>(windows.size()), {}, static_cast<size_t>(windows[0].numel()), seconds};
+  for (size_t r = 0; r < windows.size(); ++r) w.of[r] = sized<uint8_t>(windows[r], windows[0].numel(), "windows");
+  backend(handle).open(w);
+}
+
+// src: u8 [ranks, bytes a rank], with pieces other than kGathered [1, bytes a rank]; a part each: dst u8 [rows, bytes], its offset in a rank's
+// bytes, its rows for every row of the step.
 void unshard(int64_t handle, Tensor src, std::vector<Tensor> dsts, std::vector<int64_t> offsets, std::vector<int64_t> per_row,
-             int64_t max_rows, Tensor state) {
+             int64_t max_rows, Tensor state, int64_t ranks, int64_t pieces) {
   Call call(handle, state);
   need(!dsts.empty() && dsts.size() <= 2 && offsets.size() == dsts.size() && per_row.size() == dsts.size(), "dsts",
        "are not one or two with an offset and rows each");
   UnshardArgs a{};
   a.src = data<uint8_t>(src, "src");
-  a.ranks = dim(src, 0);
+  a.ranks = static_cast<int>(ranks), a.pieces = static_cast<Pieces>(pieces);
+  need(src.size(0) == (a.pieces == Pieces::kGathered ? ranks : 1), "src", "has not the contributions of its pieces");
   a.rank_bytes = static_cast<size_t>(src.size(1));
   a.parts = static_cast<int>(dsts.size());
   for (size_t i = 0; i < dsts.size(); ++i) {
-    const auto row_bytes = static_cast<size_t>(dsts[i].size(1)) / static_cast<size_t>(a.ranks);
+    const auto row_bytes = static_cast<size_t>(dsts[i].size(1)) / static_cast<size_t>(a.pieces == Pieces::kLead ? 1 : ranks);
     a.part[i] = {data<uint8_t>(dsts[i], "dst"), static_cast<size_t>(offsets[i]), row_bytes, static_cast<int>(per_row[i])};
   }
   a.max_rows = static_cast<int>(max_rows);
   a.n_rows = &step_state(state)->n_rows;
+  need(a.pieces == Pieces::kGathered || call.backend().gathers(a), "pieces", "are not what this backend gathers");
   call.run(&Backend::unshard, a);
 }
 
@@ -36,8 +47,9 @@ void checksum(int64_t handle, Tensor out, Tensor values, Tensor state) {
 // Their signatures.
 constexpr Bound kRanks[] = {
     {"unshard",
-     "(int backend, Tensor src, Tensor[] dsts, int[] offsets, int[] per_row, int max_rows, Tensor state) -> ()",
+     "(int backend, Tensor src, Tensor[] dsts, int[] offsets, int[] per_row, int max_rows, Tensor state, int ranks, int pieces) -> ()",
      boxed<unshard>},
+    {"open_window", "(int backend, int rank, Tensor[] windows, float seconds) -> ()", boxed<open_window>},
     {"checksum", "(int backend, Tensor out, Tensor values, Tensor state) -> ()", boxed<checksum>},
 };
 
