@@ -50,6 +50,14 @@ float* rows_out(const Tensor& out, int64_t rows, int64_t width) {
   return sized<float>(out, rows * width, "out");
 }
 
+bool linked(int64_t device, int64_t other) {
+#ifdef KDTREE_CUDA
+  return cuda_linked(static_cast<int>(device), static_cast<int>(other));
+#else
+  return device == other;
+#endif
+}
+
 int64_t session_open(Tensor path, Tensor label, std::string device, std::string precision, int64_t context, int64_t max_rows,
                      bool poison, bool graphs, int64_t rank, int64_t ranks, int64_t all_gather, int64_t broadcast,
                      std::vector<int64_t> windows, int64_t window_bytes, double window_seconds, int64_t progress) {
@@ -281,6 +289,7 @@ KDTREE_LIBRARY_FRAGMENT(KDTREE_LIBRARY, m) {
   m.def(
       "session_open(Tensor path, Tensor label, str device, str precision, int context, int max_rows, bool poison, bool graphs, "
       "int rank, int ranks, int all_gather, int broadcast, int[] windows, int window_bytes, float window_seconds, int progress) -> int");
+  m.def("linked(int device, int other) -> bool");
   m.def("session_close(int handle) -> ()");
   m.def("session_sizes(int handle) -> int[]");
   m.def("session_weights(int handle) -> str");
@@ -311,6 +320,7 @@ KDTREE_LIBRARY_FRAGMENT(KDTREE_LIBRARY, m) {
 
 KDTREE_LIBRARY_IMPL(KDTREE_LIBRARY, m) {
   m.impl("session_open", kdtree::boxed<kdtree::session_open>);
+  m.impl("linked", kdtree::boxed<kdtree::linked>);
   m.impl("session_close", kdtree::boxed<kdtree::session_close>);
   m.impl("session_sizes", kdtree::boxed<kdtree::session_sizes>);
   m.impl("session_weights", kdtree::boxed<kdtree::session_weights>);

@@ -404,6 +404,7 @@ std::unique_ptr<Backend> make_backend(const std::string& device, bool poison);
 std::unique_ptr<Backend> make_cpu_backend(int threads, bool poison);
 #ifdef KDTREE_CUDA
 std::unique_ptr<Backend> make_cuda_backend(int device, bool poison);
+bool cuda_linked(int device, int other);  // by NVLink: each reads and writes the other's memory, 16 aligned bytes as a whole
 #endif
 
 }  // namespace kdtree

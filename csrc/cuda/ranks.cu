@@ -230,6 +230,14 @@ void CudaBackend::outside(const char* counter, const std::function<void(void*)>&
 
 void CudaBackend::unshard(const UnshardArgs& a) { put_side_by_side(a, false); }
 
+// Devices whose atomic operations reach each other's memory are linked by NVLink; across PCIe they do not.
+bool cuda_linked(int device, int other) {
+  int atomics = 0;
+  const cudaError_t code = cudaDeviceGetP2PAttribute(&atomics, cudaDevP2PAttrNativeAtomicSupported, device, other);
+  if (code != cudaSuccess) cudaGetLastError();
+  return device == other || (code == cudaSuccess && atomics != 0);
+}
+
 void CudaBackend::open(const Window& window) {
   KD_CUDA(cudaMallocHost(reinterpret_cast<void**>(&missed_), sizeof *missed_));
   *missed_ = 0;

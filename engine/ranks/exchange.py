@@ -21,6 +21,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+from engine.library import library
 from engine.ranks.member import Member, Window, member
 from harness.protocol import ConfigError
 
@@ -97,6 +98,8 @@ class TorchExchange:
         """``size`` bytes of every rank, mapped on all of them; an empty window unless every rank has got so far."""
         import torch.distributed._symmetric_memory as symmetric
 
+        torch = self._torch
+
         def all_of(make: Callable[[], Any]) -> Any:
             """What ``make`` gives, None unless every rank has it: what follows waits for all of them."""
             made = None
@@ -106,14 +109,18 @@ class TorchExchange:
                 print(f"exchanges by NCCL alone: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
             return made if all(self.each(made is not None)) else None
 
-        def mapped() -> tuple[int, ...]:
-            handle = symmetric.rendezvous(self._block, self._dist.group.WORLD.group_name)
-            self._kept = handle
-            self._block.zero_()
-            self._torch.cuda.synchronize()
-            return tuple(int(address) for address in handle.buffer_ptrs)
+        def allocated() -> Any:
+            if not all(library("cuda").linked(torch.cuda.current_device(), other) for other in range(self.count)):
+                raise ConfigError(f"not all GPUs are linked to {self.device} by NVLink")
+            return symmetric.empty(size, dtype=torch.uint8, device=self.device)
 
-        self._block = all_of(lambda: symmetric.empty(size, dtype=self._torch.uint8, device=self.device))
+        def mapped() -> tuple[int, ...]:
+            self._handle = symmetric.rendezvous(self._block, self._dist.group.WORLD.group_name)
+            self._block.zero_()
+            torch.cuda.synchronize()
+            return tuple(int(address) for address in self._handle.buffer_ptrs)
+
+        self._block = all_of(allocated)
         addresses = all_of(mapped) if self._block is not None else None
         return Window(addresses, size, EXCHANGE.total_seconds()) if addresses else Window()
 
