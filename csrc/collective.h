@@ -43,21 +43,21 @@ class Collective {
 
   // recv: [ranks, bytes], rank r's `send` at place r. RankError if the exchange failed.
   void all_gather(void* recv, const void* send, size_t bytes) {
-    const UnshardArgs a = whole(recv, send, bytes, Pieces::kOwn);
+    const UnshardArgs a = whole(recv, send, bytes, Origin::kOwn);
     if (within(a)) return backend_.unshard(a);
     backend_.outside("all_gather", [&](void* stream) { check(transport_.all_gather(recv, send, bytes, stream), "all_gather", bytes); });
   }
 
   // data: the lead's, in every rank's memory afterwards.
   void broadcast(void* data, size_t bytes) {
-    const UnshardArgs a = whole(data, data, bytes, Pieces::kLead);
+    const UnshardArgs a = whole(data, data, bytes, Origin::kLead);
     if (within(a)) return backend_.unshard(a);
     backend_.outside("broadcast", [&](void* stream) { check(transport_.broadcast(data, bytes, stream), "broadcast", bytes); });
   }
 
  private:
-  UnshardArgs whole(void* to, const void* from, size_t bytes, Pieces pieces) const {
-    return {from, bytes, ranks_.count, {{to, 0, bytes, 1}, {}}, 1, 1, nullptr, pieces};
+  UnshardArgs whole(void* to, const void* from, size_t bytes, Origin origin) const {
+    return {from, bytes, ranks_.count, {{to, 0, bytes, 1}, {}}, 1, 1, nullptr, origin};
   }
   void check(int status, const char* what, size_t bytes) const {
     if (status == 0) return;

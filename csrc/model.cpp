@@ -137,14 +137,14 @@ Rows Forward::rows(int width, int first) const {
 void Forward::gather(void* whole, const void* part, int width, size_t row_bytes) {
   if (alone()) return;
   const size_t bytes = row_bytes * static_cast<size_t>(width);
-  UnshardArgs rows{part, bytes, collective_.ranks().count, {{whole, 0, row_bytes, 1}, {}}, 1, width, n_rows(), Pieces::kOwn};
+  UnshardArgs rows{part, bytes, collective_.ranks().count, {{whole, 0, row_bytes, 1}, {}}, 1, width, n_rows(), Origin::kOwn};
   if (width > 1 && collective_.within(rows)) return backend_.unshard(rows);
   if (width == 1) {  // one row of each rank after the other is the row
     collective_.all_gather(whole, part, bytes);
     return;
   }
   collective_.all_gather(gathered_.get(), part, bytes);
-  rows.src = gathered_.get(), rows.pieces = Pieces::kGathered;
+  rows.src = gathered_.get(), rows.origin = Origin::kGathered;
   backend_.unshard(rows);
 }
 
@@ -153,12 +153,12 @@ void Forward::gather_acts(MoeArgs& experts, int width) {
   const ModelConfig& c = config_;
   const int routed = share(c.moe_intermediate_size) * c.num_experts_per_tok, shared = share(c.shared_inner());
   experts.gathered = act_part_.get();
-  experts.pieces = Pieces::kOwn;
+  experts.origin = Origin::kOwn;
   experts.ranks = collective_.ranks().count;
   experts.rank_bytes = operand() * static_cast<size_t>(width) * static_cast<size_t>(routed + shared);
   if (collective_.within(acts_of(experts))) return;
   experts.gathered = gathered_.get();
-  experts.pieces = Pieces::kGathered;
+  experts.origin = Origin::kGathered;
   collective_.all_gather(gathered_.get(), act_part_.get(), experts.rank_bytes);
 }
 

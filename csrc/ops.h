@@ -155,7 +155,7 @@ struct Window {
 };
 
 // Where a gather's contributions are.
-enum class Pieces {
+enum class Origin {
   kGathered,  // src: all of them, [ranks, rank_bytes]
   kOwn,       // src: this rank's, whose parts follow each other; the others' come through the window, and every row is written
   kLead,      // the same with rank 0's alone as result, left as it is there: dst [per_row * M, row_bytes]
@@ -178,7 +178,7 @@ struct MoeArgs {
   // kDown: contributions of act's rows, then shared_act's, which are to be written from it (UnshardArgs::src); or null: they are there.
   // Nobody else reads act then, so that it may be in another place and order.
   const void* gathered = nullptr; size_t rank_bytes = 0; int ranks = 1;
-  Pieces pieces = Pieces::kGathered;  // what of it is there
+  Origin origin = Origin::kGathered;  // what of it is there
 };
 
 // Ranks' contributions - one rank's rows after the other's - put side by side: row i of dst is row i of rank 0, then of rank 1, ...
@@ -192,8 +192,8 @@ struct UnshardArgs {
   const void* src; size_t rank_bytes;  // [ranks, rank_bytes]
   int ranks;
   Part part[2]; int parts;
-  int max_rows; const int32_t* n_rows;  // n_rows null: all
-  Pieces pieces = Pieces::kGathered;
+  int max_rows; const int32_t* n_rows;  // unless of kGathered not asked for
+  Origin origin = Origin::kGathered;
 };
 
 // MoeArgs::gathered put side by side in act and shared_act.
@@ -202,7 +202,7 @@ inline UnshardArgs acts_of(const MoeArgs& a) {
   const size_t routed = operand * static_cast<size_t>(a.down.k) / ranks, shared = operand * static_cast<size_t>(a.shared_down.k) / ranks;
   const size_t first = routed * static_cast<size_t>(a.max_rows) * static_cast<size_t>(a.top_k);
   return {a.gathered, a.rank_bytes, a.ranks, {{a.act, 0, routed, a.top_k}, {a.shared_act, first, shared, 1}},
-          a.shared_down.n > 0 ? 2 : 1, a.max_rows, a.n_rows, a.pieces};
+          a.shared_down.n > 0 ? 2 : 1, a.max_rows, a.n_rows, a.origin};
 }
 
 // out += a sum over 32-bit words, mixed with their place, of the rows that count: equal data give equal sums on every backend, and
@@ -381,7 +381,7 @@ class Backend {
   virtual void unshard(const UnshardArgs&) = 0;
   // Exchanges go through `window` from here on; every rank then has one of as many bytes.
   virtual void open(const Window&) {}
-  // Whether unshard can fetch the other ranks' contributions itself (pieces other than kGathered).
+  // Whether unshard can fetch the other ranks' contributions itself (an origin other than kGathered).
   virtual bool gathers(const UnshardArgs&) const { return false; }
   virtual void checksum(const ChecksumArgs&) = 0;
   virtual void select(const SelectArgs&) = 0;

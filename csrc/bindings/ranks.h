@@ -14,26 +14,26 @@ void open_window(int64_t handle, int64_t rank, std::vector<Tensor> windows, doub
   backend(handle).open(w);
 }
 
-// src: u8 [ranks, bytes a rank], with pieces other than kGathered [1, bytes a rank]; a part each: dst u8 [rows, bytes], its offset in a rank's
+// src: u8 [ranks, bytes a rank], with an origin other than kGathered [1, bytes a rank]; a part each: dst u8 [rows, bytes], its offset in a rank's
 // bytes, its rows for every row of the step.
 void unshard(int64_t handle, Tensor src, std::vector<Tensor> dsts, std::vector<int64_t> offsets, std::vector<int64_t> per_row,
-             int64_t max_rows, Tensor state, int64_t ranks, int64_t pieces) {
+             int64_t max_rows, Tensor state, int64_t ranks, int64_t origin) {
   Call call(handle, state);
   need(!dsts.empty() && dsts.size() <= 2 && offsets.size() == dsts.size() && per_row.size() == dsts.size(), "dsts",
        "are not one or two with an offset and rows each");
   UnshardArgs a{};
   a.src = data<uint8_t>(src, "src");
-  a.ranks = static_cast<int>(ranks), a.pieces = static_cast<Pieces>(pieces);
-  need(src.size(0) == (a.pieces == Pieces::kGathered ? ranks : 1), "src", "has not the contributions of its pieces");
+  a.ranks = static_cast<int>(ranks), a.origin = static_cast<Origin>(origin);
+  need(src.size(0) == (a.origin == Origin::kGathered ? ranks : 1), "src", "has not the contributions of its origin");
   a.rank_bytes = static_cast<size_t>(src.size(1));
   a.parts = static_cast<int>(dsts.size());
   for (size_t i = 0; i < dsts.size(); ++i) {
-    const auto row_bytes = static_cast<size_t>(dsts[i].size(1)) / static_cast<size_t>(a.pieces == Pieces::kLead ? 1 : ranks);
+    const auto row_bytes = static_cast<size_t>(dsts[i].size(1)) / static_cast<size_t>(a.origin == Origin::kLead ? 1 : ranks);
     a.part[i] = {data<uint8_t>(dsts[i], "dst"), static_cast<size_t>(offsets[i]), row_bytes, static_cast<int>(per_row[i])};
   }
   a.max_rows = static_cast<int>(max_rows);
   a.n_rows = &step_state(state)->n_rows;
-  need(a.pieces == Pieces::kGathered || call.backend().gathers(a), "pieces", "are not what this backend gathers");
+  need(a.origin == Origin::kGathered || call.backend().gathers(a), "origin", "is none from which this backend gathers");
   call.run(&Backend::unshard, a);
 }
 
@@ -47,7 +47,7 @@ void checksum(int64_t handle, Tensor out, Tensor values, Tensor state) {
 // Their signatures.
 constexpr Bound kRanks[] = {
     {"unshard",
-     "(int backend, Tensor src, Tensor[] dsts, int[] offsets, int[] per_row, int max_rows, Tensor state, int ranks, int pieces) -> ()",
+     "(int backend, Tensor src, Tensor[] dsts, int[] offsets, int[] per_row, int max_rows, Tensor state, int ranks, int origin) -> ()",
      boxed<unshard>},
     {"open_window", "(int backend, int rank, Tensor[] windows, float seconds) -> ()", boxed<open_window>},
     {"checksum", "(int backend, Tensor out, Tensor values, Tensor state) -> ()", boxed<checksum>},

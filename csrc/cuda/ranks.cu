@@ -260,7 +260,7 @@ void CudaBackend::exchange(const UnshardArgs& a, bool ordered) {
   p.pieces = pieces_of(a);
   if (a.parts < 2) p.pieces.part[1].offset = SIZE_MAX;
   p.units = static_cast<unsigned>(a.rank_bytes / unit);
-  p.rank = window_.rank, p.first = 0, p.last = a.pieces == Pieces::kLead ? 1 : a.ranks;
+  p.rank = window_.rank, p.first = 0, p.last = a.origin == Origin::kLead ? 1 : a.ranks;
   const size_t share = window_words(window_) * kWord;
   const auto words = [&](int owner, int sender) { return static_cast<char*>(window_.of[owner]) + kCounters + share * static_cast<size_t>(sender); };
   p.counters = static_cast<uint64_t*>(window_.of[p.rank]);
@@ -274,12 +274,12 @@ void CudaBackend::exchange(const UnshardArgs& a, bool ordered) {
                       : unit == 16 ? exchange_kernel<uint4, false>
                       : unit == 4  ? exchange_kernel<uint32_t, false>
                                    : exchange_kernel<uint16_t, false>;
-  launch(a.pieces == Pieces::kLead ? "broadcast" : "all_gather", kernel, dim3(kExchangeBlocks), kExchangeThreads, 0, p);
+  launch(a.origin == Origin::kLead ? "broadcast" : "all_gather", kernel, dim3(kExchangeBlocks), kExchangeThreads, 0, p);
 }
 
 void CudaBackend::put_side_by_side(const UnshardArgs& a, bool ordered) {
   if (a.max_rows <= 0) return;
-  if (a.pieces != Pieces::kGathered) return exchange(a, ordered);
+  if (a.origin != Origin::kGathered) return exchange(a, ordered);
   const int unit = unit_of(a);
   const UnshardParams p = pieces_of(a);
   int rows = 0;
