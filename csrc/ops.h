@@ -205,10 +205,13 @@ inline UnshardArgs acts_of(const MoeArgs& a) {
           a.shared_down.n > 0 ? 2 : 1, a.max_rows, a.n_rows, a.origin};
 }
 
-// out += a sum over 32-bit words, mixed with their place, of the rows that count: equal data give equal sums on every backend, and
-// no order of adding changes it. n_rows null: all of them.
+// out += a sum over 32-bit words, mixed with their place, of the rows that count of each span: equal data give equal sums on every
+// backend, and no order of adding changes it. n_rows null: all of them.
 struct ChecksumArgs {
-  uint64_t* out; const void* data; size_t row_words; int max_rows; const int32_t* n_rows;
+  struct Span {
+    const void* data; size_t row_words; int max_rows; const int32_t* n_rows;
+  };
+  uint64_t* out; Span span[3]; int spans;
 };
 
 // The choice of each row: argmax (temperature 0) or a Gumbel draw keyed by (state's seed, position, token). A NaN or an

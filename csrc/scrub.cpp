@@ -31,8 +31,8 @@ Scrub::Scrub(Backend& backend, const std::vector<ResidentWeight>& weights, Ranks
 uint64_t Scrub::sum_of(const Piece& piece) {
   const Resident& w = weights_[piece.weight].resident;
   backend_.fill_zero(sum_.get(), sizeof(uint64_t));
-  backend_.checksum({static_cast<uint64_t*>(sum_.get()), static_cast<const unsigned char*>(w.data) + piece.block * w.pitch + piece.offset,
-                     piece.words, 1, nullptr});
+  const unsigned char* words = static_cast<const unsigned char*>(w.data) + piece.block * w.pitch + piece.offset;
+  backend_.checksum({static_cast<uint64_t*>(sum_.get()), {{words, piece.words, 1, nullptr}}, 1});
   uint64_t sum = 0;
   backend_.download(&sum, sum_.get(), sizeof sum);
   return sum;

@@ -37,11 +37,13 @@ void unshard(int64_t handle, Tensor src, std::vector<Tensor> dsts, std::vector<i
   call.run(&Backend::unshard, a);
 }
 
-// values: i32 [rows, words]; out: i32 [2], the sum's low and high half, added to.
+// values: i32 [rows, words], of which those that count are summed and then the first row once more; out: i32 [2], the sum's low and high half,
+// added to.
 void checksum(int64_t handle, Tensor out, Tensor values, Tensor state) {
   Call call(handle, state);
-  call.run(&Backend::checksum, {reinterpret_cast<uint64_t*>(sized<int32_t>(out, 2, "out")), data<int32_t>(values, "values"),
-              static_cast<size_t>(values.size(1)), dim(values, 0), &step_state(state)->n_rows});
+  const ChecksumArgs::Span rows = {data<int32_t>(values, "values"), static_cast<size_t>(values.size(1)), dim(values, 0), &step_state(state)->n_rows};
+  const ChecksumArgs::Span first = {rows.data, rows.row_words, 1, nullptr};
+  call.run(&Backend::checksum, {reinterpret_cast<uint64_t*>(sized<int32_t>(out, 2, "out")), {rows, first}, 2});
 }
 
 // Their signatures.

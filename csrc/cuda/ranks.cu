@@ -175,15 +175,18 @@ __global__ void settle_kernel() {
 #endif
 }
 
-__global__ void checksum_kernel(unsigned long long* out, const uint32_t* data, size_t row_words, int max_rows, const int32_t* n_rows) {
+// A row of blocks a span.
+__global__ void checksum_kernel(const __grid_constant__ ChecksumArgs a) {
   wait_for_previous();
-  const size_t words = row_words * static_cast<size_t>(n_rows != nullptr ? active_rows(n_rows, max_rows) : max_rows);
+  const ChecksumArgs::Span& span = a.span[blockIdx.y];
+  const uint32_t* const data = static_cast<const uint32_t*>(span.data);
+  const size_t words = span.row_words * static_cast<size_t>(span.n_rows != nullptr ? active_rows(span.n_rows, span.max_rows) : span.max_rows);
   unsigned long long sum = 0;
   for (size_t i = blockIdx.x * static_cast<size_t>(kThreads) + threadIdx.x; i < words; i += static_cast<size_t>(gridDim.x) * kThreads) {
     sum += checksum_term(data[i], i);
   }
   for (int mask = kWarp / 2; mask > 0; mask /= 2) sum += __shfl_xor_sync(kAll, sum, mask);
-  if (threadIdx.x % kWarp == 0) atomicAdd(out, sum);
+  if (threadIdx.x % kWarp == 0) atomicAdd(reinterpret_cast<unsigned long long*>(a.out), sum);
 }
 
 // The largest unit that divides every size and address.
@@ -295,10 +298,10 @@ void CudaBackend::put_side_by_side(const UnshardArgs& a, bool ordered) {
 }
 
 void CudaBackend::checksum(const ChecksumArgs& a) {
-  const size_t blocks = (a.row_words * static_cast<size_t>(a.max_rows) + 8 * kThreads - 1) / (8 * kThreads);
-  if (blocks == 0) return;
-  launch("checksum", checksum_kernel, dim3(blocks < kMaxBlocks ? static_cast<unsigned>(blocks) : kMaxBlocks), kThreads, 0,
-         reinterpret_cast<unsigned long long*>(a.out), static_cast<const uint32_t*>(a.data), a.row_words, a.max_rows, a.n_rows);
+  size_t words = 0;
+  for (int i = 0; i < a.spans; ++i) words = std::max(words, a.span[i].row_words * static_cast<size_t>(a.span[i].max_rows));
+  const size_t blocks = std::min<size_t>((words + 8 * kThreads - 1) / (8 * kThreads), kMaxBlocks);
+  if (blocks > 0) launch("checksum", checksum_kernel, dim3(static_cast<unsigned>(blocks), static_cast<unsigned>(a.spans)), kThreads, 0, a);
 }
 
 }  // namespace kdtree
