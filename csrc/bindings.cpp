@@ -71,11 +71,9 @@ int64_t session_open(Tensor path, Tensor label, std::string device, std::string 
   }
   need(ranks >= 1 && rank >= 0 && rank < ranks, "rank", "is not below the number of ranks");
   need(ranks == 1 || (all_gather != 0 && broadcast != 0), "all_gather", "is no function");
-  need(windows.empty() || (windows.size() == static_cast<size_t>(ranks) && ranks <= kWindowRanks), "windows", "are not one a rank");
-  Transport transport{reinterpret_cast<Transport::AllGather>(all_gather), reinterpret_cast<Transport::Broadcast>(broadcast), {},
-                      reinterpret_cast<Transport::Progress>(progress)};
-  transport.window = {static_cast<int>(rank), static_cast<int>(windows.size()), {}, static_cast<size_t>(window_bytes), window_seconds};
-  for (size_t r = 0; r < windows.size(); ++r) transport.window.of[r] = reinterpret_cast<void*>(windows[r]);
+  need(windows.empty() || windows.size() == static_cast<size_t>(ranks), "windows", "are not one a rank");
+  const Transport transport{reinterpret_cast<Transport::AllGather>(all_gather), reinterpret_cast<Transport::Broadcast>(broadcast),
+                            window_of(rank, windows, window_bytes, window_seconds), reinterpret_cast<Transport::Progress>(progress)};
   auto file = KdtrFile::open(text(path), text(label));
   auto entry = std::make_shared<Entry>();
   entry->session = std::make_unique<Session>(make_backend(device, poison), std::move(file),
@@ -277,6 +275,13 @@ std::vector<int32_t> ints(const Tensor& t, const char* what) {
   const int32_t* p = data<int32_t>(t, what);
   need(t.is_cpu(), what, "is not on the CPU");
   return {p, p + t.numel()};
+}
+
+Window window_of(int64_t rank, const std::vector<int64_t>& windows, int64_t bytes, double seconds) {
+  need(windows.size() <= kWindowRanks, "windows", "are of more ranks than a window may have");
+  Window w{static_cast<int>(rank), static_cast<int>(windows.size()), {}, static_cast<size_t>(bytes), seconds};
+  for (size_t r = 0; r < windows.size(); ++r) w.of[r] = reinterpret_cast<void*>(windows[r]);
+  return w;
 }
 
 void wrong_call(uint64_t args, uint64_t wanted) {

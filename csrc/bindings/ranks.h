@@ -6,12 +6,9 @@
 namespace kdtree {
 namespace {
 
-// Windows: u8 [bytes], zeros, one a rank, all on this device: ranks then are backends of it.
-void open_window(int64_t handle, int64_t rank, std::vector<Tensor> windows, double seconds) {
-  need(!windows.empty() && windows.size() <= kWindowRanks, "windows", "are none or too many");
-  Window w{static_cast<int>(rank), static_cast<int>(windows.size()), {}, static_cast<size_t>(windows[0].numel()), seconds};
-  for (size_t r = 0; r < windows.size(); ++r) w.of[r] = sized<uint8_t>(windows[r], windows[0].numel(), "windows");
-  backend(handle).open(w);
+// windows: every rank's address.
+void open_window(int64_t handle, int64_t rank, std::vector<int64_t> windows, int64_t bytes, double seconds) {
+  backend(handle).open(window_of(rank, windows, bytes, seconds));
 }
 
 // src: u8 [ranks, bytes a rank], with an origin other than kGathered [1, bytes a rank]; a part each: dst u8 [rows, bytes], its offset in a rank's
@@ -51,7 +48,7 @@ constexpr Bound kRanks[] = {
     {"unshard",
      "(int backend, Tensor src, Tensor[] dsts, int[] offsets, int[] per_row, int max_rows, Tensor state, int ranks, int origin) -> ()",
      boxed<unshard>},
-    {"open_window", "(int backend, int rank, Tensor[] windows, float seconds) -> ()", boxed<open_window>},
+    {"open_window", "(int backend, int rank, int[] windows, int bytes, float seconds) -> ()", boxed<open_window>},
     {"checksum", "(int backend, Tensor out, Tensor values, Tensor state) -> ()", boxed<checksum>},
 };
 

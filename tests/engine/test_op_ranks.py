@@ -77,7 +77,7 @@ class Peers:
         self.state = self.ranks[0].state(1)
         self._pool, self._synchronize = ThreadPoolExecutor(count), torch.cuda.synchronize
         for rank, ops in enumerate(self.ranks):
-            ops.call("open_window", rank, self.windows, seconds)
+            ops.call("open_window", rank, [window.data_ptr() for window in self.windows], size, seconds)
 
     def exchange(self, calls: Sequence[tuple[Any, ...]], which: Sequence[int] | None = None) -> None:
         """``calls``: of every rank, the arguments of as many `unshard` as there are; ``which`` ranks take part."""
