@@ -116,13 +116,18 @@ __device__ __forceinline__ void put_in_place(const ExchangeParams& p, unsigned a
   else *to = unit;
 }
 
-// A thread sends and takes the same units. Every block passes here with the same numbers, whether it has units or not.
+// A thread sends and takes the same units; warps take turns by block, so that a short contribution is many multiprocessors' to store and
+// to look for. Every block passes here with the same numbers, whether it has units or not. The next launch is let in before the wait: what
+// it may read before its own is older than the launch before this one, which has waited.
 template <typename Unit, bool ORDERED>
 __global__ __launch_bounds__(kExchangeThreads) void exchange_kernel(const __grid_constant__ ExchangeParams p) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
   wait_for_previous();
   constexpr int kWords = sizeof(Unit) == 16 ? 2 : 1;
   constexpr unsigned kStep = kExchangeBlocks * kExchangeThreads;
-  const unsigned begin = blockIdx.x * kExchangeThreads + threadIdx.x;
+  const unsigned begin = (threadIdx.x / kWarp * kExchangeBlocks + blockIdx.x) * kWarp + threadIdx.x % kWarp;
   const auto taken = [&](int rank) { return p.first <= rank && rank < p.last; };
   const Unit* const src = reinterpret_cast<const Unit*>(p.pieces.src);
   Unit unit{};
