@@ -151,8 +151,6 @@ class CudaBackend final : public Backend {
   bool down_stream(const MoeArgs& a);
   int choose_boxes(const MoeArgs& a, bool down) const;  // the shape of box_plan.h that serves, or -1
   void launch_boxes(const char* name, const MoeArgs& a, bool down, int variant, bool routed, const cuda::StreamMoeParams& p);
-  void exchange(const UnshardArgs& a, bool ordered);
-  void check_exchanges() const;  // RankError if a rank has not come to one
   void put_side_by_side(const UnshardArgs& a, bool ordered);  // ordered: the first part in the order in which int4 is multiplied (stream.cuh)
 
   // MLA in bf16 on tensor cores (mla_plan.h says for which shapes). prepare_on_tensor_cores: false where the generic kernel must.
@@ -164,6 +162,9 @@ class CudaBackend final : public Backend {
   void launch_hopper(const MlaAttentionArgs& a, const std::function<void(const cuda::MlaParts&)>& then);
   void launch_values(const MlaValueArgs& a, const cuda::MlaParts* parts);  // null: from o_lat
   static bool finds_wgmma();
+
+  void exchange(const UnshardArgs& a, bool ordered);
+  void check_exchanges() const;  // RankError if a rank has not come to one
 
   void enter(const char* call, bool capturable);
   char* take(size_t bytes, const char* what);
@@ -188,8 +189,6 @@ class CudaBackend final : public Backend {
   char* staging_ = nullptr;  // pinned, for small downloads
   void* exchange_ = nullptr;      // where wgmma_: stream::wide_exchange bytes, for linear_wide
   unsigned* arrivals_ = nullptr;  // and a counter for each warpgroup of its groups
-  Window window_{};
-  unsigned* missed_ = nullptr;    // pinned; where there is a window: set by a kernel that has waited for another rank in vain
   cuda::Tickets* tickets_ = nullptr;  // of the router, then of down: where blocks of a launch meet
 
   bool graphs_on_ = true;
@@ -197,6 +196,9 @@ class CudaBackend final : public Backend {
   std::unordered_map<std::string, Graph> graphs_;
   std::map<std::string, uint64_t> counters_;
   std::map<std::string, uint64_t>* counting_ = &counters_;
+
+  Window window_{};
+  unsigned* missed_ = nullptr;  // pinned, where there is a window: set by a kernel that has waited for another rank in vain
 };
 
 }  // namespace kdtree
