@@ -50,9 +50,17 @@ float* rows_out(const Tensor& out, int64_t rows, int64_t width) {
   return sized<float>(out, rows * width, "out");
 }
 
+bool linked(int64_t device, int64_t other) {
+#ifdef KDTREE_CUDA
+  return cuda_linked(static_cast<int>(device), static_cast<int>(other));
+#else
+  return device == other;
+#endif
+}
+
 int64_t session_open(Tensor path, Tensor label, std::string device, std::string precision, int64_t context, int64_t max_rows,
                      bool poison, bool graphs, int64_t rank, int64_t ranks, int64_t all_gather, int64_t broadcast,
-                     int64_t memory) {
+                     std::vector<int64_t> windows, int64_t window_bytes, double window_seconds, int64_t progress) {
   static const std::map<std::string, Precision> known = {{"fp32", {Numerics::kF32, WeightKind::kF32}},
                                                          {"int4", {Numerics::kF32, WeightKind::kInt4}},
                                                          {"bf16", {Numerics::kBf16, WeightKind::kBf16}},
@@ -63,8 +71,9 @@ int64_t session_open(Tensor path, Tensor label, std::string device, std::string 
   }
   need(ranks >= 1 && rank >= 0 && rank < ranks, "rank", "is not below the number of ranks");
   need(ranks == 1 || (all_gather != 0 && broadcast != 0), "all_gather", "is no function");
+  need(windows.empty() || windows.size() == static_cast<size_t>(ranks), "windows", "are not one a rank");
   const Transport transport{reinterpret_cast<Transport::AllGather>(all_gather), reinterpret_cast<Transport::Broadcast>(broadcast),
-                            reinterpret_cast<Transport::Memory>(memory)};
+                            window_of(rank, windows, window_bytes, window_seconds), reinterpret_cast<Transport::Progress>(progress)};
   auto file = KdtrFile::open(text(path), text(label));
   auto entry = std::make_shared<Entry>();
   entry->session = std::make_unique<Session>(make_backend(device, poison), std::move(file),
@@ -243,8 +252,7 @@ std::string session_broken_guard(int64_t handle) { return Locked(handle)->backen
 std::vector<int64_t> session_memory(int64_t handle) {
   const Locked s(handle);
   const MemoryInfo m = s->backend().memory();
-  const auto lent = static_cast<int64_t>(s->lent());
-  return {static_cast<int64_t>(m.allocated) + lent, static_cast<int64_t>(m.peak) + lent};
+  return {static_cast<int64_t>(m.allocated), static_cast<int64_t>(m.peak)};
 }
 
 }  // namespace
@@ -269,6 +277,13 @@ std::vector<int32_t> ints(const Tensor& t, const char* what) {
   return {p, p + t.numel()};
 }
 
+Window window_of(int64_t rank, const std::vector<int64_t>& windows, int64_t bytes, double seconds) {
+  need(windows.size() <= kWindowRanks, "windows", "are of more ranks than a window may have");
+  Window w{static_cast<int>(rank), static_cast<int>(windows.size()), {}, static_cast<size_t>(bytes), seconds};
+  for (size_t r = 0; r < windows.size(); ++r) w.of[r] = reinterpret_cast<void*>(windows[r]);
+  return w;
+}
+
 void wrong_call(uint64_t args, uint64_t wanted) {
   throw Error("RequestError", std::to_string(args) + " arguments for a function of " + std::to_string(wanted));
 }
@@ -278,7 +293,8 @@ void wrong_call(uint64_t args, uint64_t wanted) {
 KDTREE_LIBRARY_FRAGMENT(KDTREE_LIBRARY, m) {
   m.def(
       "session_open(Tensor path, Tensor label, str device, str precision, int context, int max_rows, bool poison, bool graphs, "
-      "int rank, int ranks, int all_gather, int broadcast, int memory) -> int");
+      "int rank, int ranks, int all_gather, int broadcast, int[] windows, int window_bytes, float window_seconds, int progress) -> int");
+  m.def("linked(int device, int other) -> bool");
   m.def("session_close(int handle) -> ()");
   m.def("session_sizes(int handle) -> int[]");
   m.def("session_weights(int handle) -> str");
@@ -309,6 +325,7 @@ KDTREE_LIBRARY_FRAGMENT(KDTREE_LIBRARY, m) {
 
 KDTREE_LIBRARY_IMPL(KDTREE_LIBRARY, m) {
   m.impl("session_open", kdtree::boxed<kdtree::session_open>);
+  m.impl("linked", kdtree::boxed<kdtree::linked>);
   m.impl("session_close", kdtree::boxed<kdtree::session_close>);
   m.impl("session_sizes", kdtree::boxed<kdtree::session_sizes>);
   m.impl("session_weights", kdtree::boxed<kdtree::session_weights>);

@@ -39,6 +39,10 @@ void* contiguous(const Tensor& t, ScalarType type, const char* what);
 void* contiguous(const Tensor& t, ScalarType type, int64_t n, const char* what);
 std::vector<int32_t> ints(const Tensor& t, const char* what);
 
+struct Window;
+// windows: every rank's address; none: there is no window.
+Window window_of(int64_t rank, const std::vector<int64_t>& windows, int64_t bytes, double seconds);
+
 inline void need(bool good, const char* what, const char* reason) {
   if (!good) refuse(what, reason);
 }

@@ -18,33 +18,47 @@ struct Ranks {
 struct Transport {
   using AllGather = int (*)(void* recv, const void* send, uint64_t bytes, void* stream);
   using Broadcast = int (*)(void* data, uint64_t bytes, void* stream);
-  // Memory that the transport is quickest with, until the session is closed; null where it has none to give. Every rank asks for
-  // the same in the same order.
-  using Memory = void* (*)(uint64_t bytes);
+  using Progress = void (*)();
   AllGather all_gather = nullptr;
   Broadcast broadcast = nullptr;
-  Memory memory = nullptr;
+  Window window;                // where all ranks can reach each other's memory: what backend and size allow then goes through it,
+  Progress progress = nullptr;  // and this is called in place of the two above
 };
 
 // Exchanges between the ranks, ordered with the operations of a backend. Every rank makes the same calls in the same order.
 class Collective {
  public:
-  Collective(Backend& backend, Ranks ranks, Transport transport) : backend_(backend), ranks_(ranks), transport_(transport) {}
+  Collective(Backend& backend, Ranks ranks, Transport transport) : backend_(backend), ranks_(ranks), transport_(transport) {
+    if (transport_.window.count > 0) backend_.open(transport_.window);
+  }
 
   const Ranks& ranks() const { return ranks_; }
-  void* memory(size_t bytes) { return transport_.memory == nullptr ? nullptr : transport_.memory(bytes); }
+
+  // Whether the operation that `a` describes is to make the exchange. Every rank that is told so makes it.
+  bool within(const UnshardArgs& a) {
+    if (!backend_.gathers(a)) return false;
+    if (transport_.progress != nullptr) transport_.progress();
+    return true;
+  }
 
   // recv: [ranks, bytes], rank r's `send` at place r. RankError if the exchange failed.
   void all_gather(void* recv, const void* send, size_t bytes) {
+    const UnshardArgs a = whole(recv, send, bytes, Origin::kOwn);
+    if (within(a)) return backend_.unshard(a);
     backend_.outside("all_gather", [&](void* stream) { check(transport_.all_gather(recv, send, bytes, stream), "all_gather", bytes); });
   }
 
   // data: the lead's, in every rank's memory afterwards.
   void broadcast(void* data, size_t bytes) {
+    const UnshardArgs a = whole(data, data, bytes, Origin::kLead);
+    if (within(a)) return backend_.unshard(a);
     backend_.outside("broadcast", [&](void* stream) { check(transport_.broadcast(data, bytes, stream), "broadcast", bytes); });
   }
 
  private:
+  UnshardArgs whole(void* to, const void* from, size_t bytes, Origin origin) const {
+    return {from, bytes, ranks_.count, {{to, 0, bytes, 1}, {}}, 1, 1, nullptr, origin};
+  }
   void check(int status, const char* what, size_t bytes) const {
     if (status == 0) return;
     throw Error("RankError", "rank " + std::to_string(ranks_.rank) + " of " + std::to_string(ranks_.count) + ": " + what + " of " +

@@ -191,13 +191,14 @@ void Session::forward_round() {
   if (!collective_.ranks().alone()) sum_round();
 }
 
-// What this rank holds of the round - its logits, and the decisions it was given - as one number, and every other rank's beside it.
+// What this rank holds of the rounds up to this one - its logits, and the decisions it was given - as one number, and every other rank's
+// beside it.
 void Session::sum_round() {
   auto* sum = static_cast<uint64_t*>(sum_.get());
-  backend_->fill_zero(sum, sizeof *sum);
-  backend_->checksum({sum, forward_->logits(), static_cast<size_t>(config_.vocab_size), width_, &forward_->state()->n_rows});
-  backend_->checksum({sum, step_->out.get(), sizeof(RoundOut) / 4, 1, nullptr});
-  backend_->checksum({sum, step_->tokens.get(), 1, width_, &forward_->state()->n_rows});
+  const int32_t* n_rows = &forward_->state()->n_rows;
+  backend_->checksum({sum, {{forward_->logits(), static_cast<size_t>(config_.vocab_size), width_, n_rows},
+                            {step_->out.get(), sizeof(RoundOut) / 4, 1, nullptr},
+                            {step_->tokens.get(), 1, width_, n_rows}}, 3});
   collective_.all_gather(step_->sums.get(), sum, sizeof *sum);
 }
 

@@ -49,7 +49,6 @@ class Session {
   int length() const { return length_; }
   int max_rows() const { return max_rows_; }
   int context() const { return context_; }
-  size_t lent() const { return forward_->lent(); }
   const std::vector<ResidentWeight>& weights() const { return weights_.resident; }
   void reset();
 
@@ -129,7 +128,7 @@ class Session {
   DrafterWeights draft_weights_{};    // on the lead, as what follows
   std::unique_ptr<Drafter> drafter_;  // made by the first decode that drafts with it: its cache is as long as the context
   Buffer scores_;
-  Buffer sum_;                    // this rank's checksum of a round
+  Buffer sum_;                    // this rank's checksum of its rounds
   Buffer draft_, logit_log_, tree_log_, costs_;  // grown on demand, kept between decodes
   int length_ = 0;
   StepState state_{};          // what the next step starts from

@@ -68,7 +68,18 @@ Forward::Forward(Backend& backend, const ModelConfig& config, const ModelWeights
   const auto ints = [&](size_t n, const char* what) { return Buffer(backend, sizeof(int32_t) * n, what); };
   const ModelConfig& c = config;
   const int acts = c.has_moe() ? c.num_experts_per_tok * c.moe_intermediate_size + c.shared_inner() : 0;
-  place_exchanged(std::max(acts, c.first_k_dense > 0 ? c.intermediate_size : 0));
+  x_ = floats(c.hidden_size, "residual");
+  o_ = held(c.o_width(), "o");
+  logits_ = floats(c.vocab_size, "logits");
+  if (c.first_k_dense > 0) act_ = held(c.intermediate_size, "mlp.act");
+  if (!alone()) {
+    const int act = std::max(acts, c.first_k_dense > 0 ? c.intermediate_size : 0);
+    x_part_ = floats(share(c.hidden_size), "rank.residual");
+    o_part_ = held(share(c.o_width()), "rank.o");
+    act_part_ = held(share(act), "rank.act");
+    logits_part_ = floats(share(c.vocab_size), "rank.logits");
+    gathered_ = floats(std::max({act, c.hidden_size, c.o_width(), c.q_width(), c.num_heads * c.kv_lora_rank, c.vocab_size}), "gathered");
+  }
   q_a_ = floats(c.q_lora_rank, "q_a");
   kv_ = floats(c.kv_width(), "kv");
   q_ = floats(share(c.q_width()), "q");
@@ -107,37 +118,6 @@ Forward::Forward(Backend& backend, const ModelConfig& config, const ModelWeights
   cos_sin_ = rope_buffer(backend, config.rotation(), context, "rope");
 }
 
-void Forward::place_exchanged(int act) {
-  const ModelConfig& c = config_;
-  const size_t f32 = sizeof(float), op = operand();
-  struct Place {
-    Buffer* buffer;
-    size_t row;  // bytes
-    const char* what;
-  };
-  std::vector<Place> places = {{&x_, f32 * c.hidden_size, "residual"}, {&o_, op * c.o_width(), "o"}, {&logits_, f32 * c.vocab_size, "logits"}};
-  if (c.first_k_dense > 0) places.push_back({&act_, op * c.intermediate_size, "mlp.act"});
-  if (!alone()) {
-    const int widest = std::max({act, c.hidden_size, c.o_width(), c.q_width(), c.num_heads * c.kv_lora_rank, c.vocab_size});
-    places.insert(places.end(), {{&x_part_, f32 * share(c.hidden_size), "rank.residual"},
-                                 {&o_part_, op * share(c.o_width()), "rank.o"},
-                                 {&act_part_, op * share(act), "rank.act"},
-                                 {&logits_part_, f32 * share(c.vocab_size), "rank.logits"},
-                                 {&gathered_, f32 * widest, "gathered"}});
-  }
-  const auto bytes = [&](const Place& place) { return place.row * static_cast<size_t>(max_rows_); };
-  const auto padded = [](size_t n) { return (n + 255) / 256 * 256; };
-  size_t total = 0;
-  for (const Place& place : places) total += padded(bytes(place));
-  auto* at = alone() ? nullptr : static_cast<unsigned char*>(collective_.memory(total));
-  if (at != nullptr) backend_.fill_zero(at, total);
-  for (const Place& place : places) {
-    lent_ += at == nullptr ? 0 : bytes(place);
-    *place.buffer = at == nullptr ? Buffer(backend_, bytes(place), place.what) : Buffer::view(at, bytes(place));
-    at += at == nullptr ? 0 : padded(bytes(place));
-  }
-}
-
 bool Forward::need_scratch(size_t bytes) {
   if (bytes <= scratch_.bytes()) return false;
   scratch_ = Buffer();
@@ -158,21 +138,28 @@ Rows Forward::rows(int width, int first) const {
 void Forward::gather(void* whole, const void* part, int width, size_t row_bytes) {
   if (alone()) return;
   const size_t bytes = row_bytes * static_cast<size_t>(width);
+  UnshardArgs rows{part, bytes, collective_.ranks().count, {{whole, 0, row_bytes, 1}, {}}, 1, width, n_rows(), Origin::kOwn};
+  if (width > 1 && collective_.within(rows)) return backend_.unshard(rows);
   if (width == 1) {  // one row of each rank after the other is the row
     collective_.all_gather(whole, part, bytes);
     return;
   }
   collective_.all_gather(gathered_.get(), part, bytes);
-  backend_.unshard({gathered_.get(), bytes, collective_.ranks().count, {{whole, 0, row_bytes, 1}, {}}, 1, width, n_rows()});
+  rows.src = gathered_.get(), rows.origin = Origin::kGathered;
+  backend_.unshard(rows);
 }
 
 // One exchange for the routed and the shared experts.
 void Forward::gather_acts(MoeArgs& experts, int width) {
   const ModelConfig& c = config_;
   const int routed = share(c.moe_intermediate_size) * c.num_experts_per_tok, shared = share(c.shared_inner());
-  experts.gathered = gathered_.get();
+  experts.gathered = act_part_.get();
+  experts.origin = Origin::kOwn;
   experts.ranks = collective_.ranks().count;
   experts.rank_bytes = operand() * static_cast<size_t>(width) * static_cast<size_t>(routed + shared);
+  if (collective_.within(acts_of(experts))) return;
+  experts.gathered = gathered_.get();
+  experts.origin = Origin::kGathered;
   collective_.all_gather(gathered_.get(), act_part_.get(), experts.rank_bytes);
 }
 
@@ -295,10 +282,10 @@ void Forward::moe(int layer, int width, const Tap* tap) {
     experts.act = act_part_.get();
     experts.shared_act = static_cast<char*>(act_part_.get()) + operand() * static_cast<size_t>(width) * k * share(c.moe_intermediate_size);
     backend_.routed_moe(scores, choice, experts);
-    gather_acts(experts, width);
     experts.phase = MoePhase::kDown;
     experts.act = expert_act_.get();
     experts.shared_act = shared_act_.get();
+    gather_acts(experts, width);
     if (tap != nullptr) {  // act is to be seen
       backend_.unshard(acts_of(experts));
       experts.gathered = nullptr;

@@ -153,7 +153,6 @@ class Forward {
   void* scratch() const { return scratch_.get(); }
   int max_rows() const { return max_rows_; }
   int slots() const { return slots_; }
-  size_t lent() const { return lent_; }  // bytes of the transport's memory
   // Makes the scratch at least so large. Graphs captured before are then stale: true says so.
   bool need_scratch(size_t bytes);
 
@@ -171,8 +170,6 @@ class Forward {
   void gather(void* whole, const void* part, int width, size_t row_bytes);
   void gather_residual(int width) { gather(x_.get(), residual(), width, sizeof(float) * static_cast<size_t>(share(config_.hidden_size))); }
   void gather_acts(MoeArgs& experts, int width);
-  // Memory for what is exchanged: the transport's where it has some.
-  void place_exchanged(int act);
   // For taps: rows of which this rank has computed its share.
   void show(const Tap& tap, const std::string& name, const void* part, int width, int dim, Element element);
   size_t operand() const { return held() == Element::kBf16 ? sizeof(uint16_t) : sizeof(float); }  // bytes of a value that only products read
@@ -192,7 +189,6 @@ class Forward {
   Buffer x_, q_a_, kv_, q_, q_lat_, q_rope_, o_lat_, o_, act_, logits_;
   Buffer router_logits_, ids_, expert_weights_, expert_act_, shared_act_;
   Buffer x_part_, act_part_, o_part_, logits_part_, gathered_;  // with several ranks: what a rank computes, and what a gather leaves
-  size_t lent_ = 0;
   Buffer scratch_;
   std::vector<Buffer> latent_, k_rope_;
   std::vector<MlaCache> cache_;

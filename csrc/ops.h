@@ -144,6 +144,23 @@ struct RouterArgs {  // logits are the router's linear output
 // of act and shared_act between them.
 enum class MoePhase : int32_t { kBoth = 0, kGateUp = 1, kDown = 2 };
 
+// Memory of every rank that all ranks read and write: what a backend's own kernels exchange through. Zeros at first; what an exchange
+// leaves in it the next one counts on, whichever session makes it.
+constexpr int kWindowRanks = 8;
+struct Window {
+  int rank = 0, count = 0;           // count 0: there is none
+  void* of[kWindowRanks] = {};       // every rank's, where this process sees it; aligned to 16 bytes
+  size_t bytes = 0;                  // of each
+  double seconds = 0;                // that a rank waits for another
+};
+
+// Where a gather's contributions are.
+enum class Origin {
+  kGathered,  // src: all of them, [ranks, rank_bytes]
+  kOwn,       // src: this rank's, whose parts follow each other; the others' come through the window, and every row is written
+  kLead,      // the same with rank 0's alone as result, left as it is there: dst [per_row * M, row_bytes]
+};
+
 // x and the count of rows are older than the operation before this one, which is the router: launches that overlap may read them at once.
 struct MoeArgs {
   const float* x; int dim;          // residual stream [M, dim]
@@ -158,12 +175,13 @@ struct MoeArgs {
   int max_rows; const int32_t* n_rows;
   Numerics numerics = Numerics::kF32;
   MoePhase phase = MoePhase::kBoth;
-  // kDown: what an all-gather left of act, then of shared_act, which are to be written from it; or null: they are there. Nobody else
-  // reads act then, so that it may be in another place and order.
+  // kDown: contributions of act's rows, then shared_act's, which are to be written from it (UnshardArgs::src); or null: they are there.
+  // Nobody else reads act then, so that it may be in another place and order.
   const void* gathered = nullptr; size_t rank_bytes = 0; int ranks = 1;
+  Origin origin = Origin::kGathered;  // what of it is there
 };
 
-// What an all-gather leaves - one rank's rows after the other's - put side by side: row i of dst is row i of rank 0, then of rank 1, ...
+// Ranks' contributions - one rank's rows after the other's - put side by side: row i of dst is row i of rank 0, then of rank 1, ...
 struct UnshardArgs {
   struct Part {
     void* dst;         // [per_row * M, ranks * row_bytes]
@@ -174,7 +192,8 @@ struct UnshardArgs {
   const void* src; size_t rank_bytes;  // [ranks, rank_bytes]
   int ranks;
   Part part[2]; int parts;
-  int max_rows; const int32_t* n_rows;
+  int max_rows; const int32_t* n_rows;  // unless of kGathered not asked for
+  Origin origin = Origin::kGathered;
 };
 
 // MoeArgs::gathered put side by side in act and shared_act.
@@ -183,13 +202,16 @@ inline UnshardArgs acts_of(const MoeArgs& a) {
   const size_t routed = operand * static_cast<size_t>(a.down.k) / ranks, shared = operand * static_cast<size_t>(a.shared_down.k) / ranks;
   const size_t first = routed * static_cast<size_t>(a.max_rows) * static_cast<size_t>(a.top_k);
   return {a.gathered, a.rank_bytes, a.ranks, {{a.act, 0, routed, a.top_k}, {a.shared_act, first, shared, 1}},
-          a.shared_down.n > 0 ? 2 : 1, a.max_rows, a.n_rows};
+          a.shared_down.n > 0 ? 2 : 1, a.max_rows, a.n_rows, a.origin};
 }
 
-// out += a sum over 32-bit words, mixed with their place, of the rows that count: equal data give equal sums on every backend, and
-// no order of adding changes it. n_rows null: all of them.
+// out += a sum over 32-bit words, mixed with their place, of the rows that count of each span: equal data give equal sums on every
+// backend, and no order of adding changes it. n_rows null: all of them.
 struct ChecksumArgs {
-  uint64_t* out; const void* data; size_t row_words; int max_rows; const int32_t* n_rows;
+  struct Span {
+    const void* data; size_t row_words; int max_rows; const int32_t* n_rows;
+  };
+  uint64_t* out; Span span[3]; int spans;
 };
 
 // The choice of each row: argmax (temperature 0) or a Gumbel draw keyed by (state's seed, position, token). A NaN or an
@@ -362,6 +384,10 @@ class Backend {
     moe(experts);
   }
   virtual void unshard(const UnshardArgs&) = 0;
+  // Exchanges go through `window` from here on; every rank then has one of as many bytes.
+  virtual void open(const Window&) {}
+  // Whether unshard can fetch the other ranks' contributions itself (an origin other than kGathered).
+  virtual bool gathers(const UnshardArgs&) const { return false; }
   virtual void checksum(const ChecksumArgs&) = 0;
   virtual void select(const SelectArgs&) = 0;
   virtual void tree_root(const Rows&, StepState*) = 0;  // one row: the bonus at kv_len
@@ -383,6 +409,7 @@ std::unique_ptr<Backend> make_backend(const std::string& device, bool poison);
 std::unique_ptr<Backend> make_cpu_backend(int threads, bool poison);
 #ifdef KDTREE_CUDA
 std::unique_ptr<Backend> make_cuda_backend(int device, bool poison);
+bool cuda_linked(int device, int other);  // by NVLink: each reads and writes the other's memory, 16 aligned bytes as a whole
 #endif
 
 }  // namespace kdtree

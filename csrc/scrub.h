@@ -24,13 +24,13 @@ class Scrub {
     size_t weight, block, offset, words;  // offset in bytes into the block
     uint64_t sum;
   };
-  uint64_t sum_of(const Piece& piece);
-  void check(const Piece& piece);
+  std::vector<uint64_t> sums_from(size_t first, size_t count);  // of pieces, as they are
+  void check(size_t first, size_t count);
 
   Backend& backend_;
   const std::vector<ResidentWeight>& weights_;
   const Ranks ranks_;
-  Buffer sum_;
+  Buffer sums_;
   std::vector<Piece> pieces_;
   size_t words_ = 0, at_ = 0;
   double waited_ = 0.0;  // seconds since the last look

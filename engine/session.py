@@ -340,7 +340,10 @@ class CsrcEngine:
                 self._member.count,
                 self._member.all_gather,
                 self._member.broadcast,
-                self._member.memory,
+                list(self._member.window.addresses),
+                self._member.window.size,
+                self._member.window.seconds,
+                self._member.progress,
             )
         depends_on = functools.partial(costs.identity, self._library, self.device, path, precision, self._member.count)
         return CsrcSession(ops, handle, self._progress, depends_on, self._member)

@@ -20,13 +20,16 @@ void CpuBackend::unshard(const UnshardArgs& a) {
 }
 
 void CpuBackend::checksum(const ChecksumArgs& a) {
-  const int m = a.n_rows != nullptr ? active_rows(a.n_rows, a.max_rows) : a.max_rows;
-  const auto* bytes = static_cast<const unsigned char*>(a.data);
   uint64_t sum = 0;
-  for (uint64_t i = 0; i < static_cast<uint64_t>(m) * a.row_words; ++i) {
-    uint32_t word;
-    std::memcpy(&word, bytes + 4 * i, sizeof word);
-    sum += checksum_term(word, i);
+  for (int s = 0; s < a.spans; ++s) {
+    const ChecksumArgs::Span& span = a.span[s];
+    const int m = span.n_rows != nullptr ? active_rows(span.n_rows, span.max_rows) : span.max_rows;
+    const auto* bytes = static_cast<const unsigned char*>(span.data);
+    for (uint64_t i = 0; i < static_cast<uint64_t>(m) * span.row_words; ++i) {
+      uint32_t word;
+      std::memcpy(&word, bytes + 4 * i, sizeof word);
+      sum += checksum_term(word, i);
+    }
   }
   *a.out += sum;
   count("checksum");

@@ -92,6 +92,7 @@ CudaBackend::~CudaBackend() {
   for (auto& [key, graph] : graphs_) cudaGraphExecDestroy(graph.exec);
   for (auto& [payload, allocation] : allocations_) give_back(payload, allocation);
   cudaFreeHost(staging_);
+  cudaFreeHost(missed_);
   cudaFree(exchange_);
   cudaFree(arrivals_);
   cudaFree(tickets_);
@@ -253,6 +254,7 @@ void CudaBackend::download(void* host, const void* src, size_t bytes) {
   const bool staged = bytes <= kStaging;  // a pageable target costs the driver a detour that a round would feel
   KD_CUDA(cudaMemcpyAsync(staged ? staging_ : host, src, bytes, cudaMemcpyDeviceToHost, stream_));
   KD_CUDA(cudaStreamSynchronize(stream_));
+  check_exchanges();
   if (staged) std::memcpy(host, staging_, bytes);
   after_kernel_ = false;
 }

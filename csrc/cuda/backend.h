@@ -69,6 +69,8 @@ class CudaBackend final : public Backend {
   void moe(const MoeArgs& a) override;
   void routed_moe(const LinearArgs& product, const RouterArgs& choice, const MoeArgs& experts) override;
   void unshard(const UnshardArgs& a) override;
+  void open(const Window& window) override;
+  bool gathers(const UnshardArgs& a) const override;
   void checksum(const ChecksumArgs& a) override;
   void select(const SelectArgs& a) override;
   void tree_root(const Rows& rows, StepState* state) override;
@@ -171,6 +173,9 @@ class CudaBackend final : public Backend {
   void launch_values(const MlaValueArgs& a, const cuda::MlaParts* parts);  // null: from o_lat
   static bool finds_wgmma();
 
+  void exchange(const UnshardArgs& a, bool ordered);
+  void check_exchanges() const;  // RankError if a rank has not come to one
+
   void enter(const char* call, bool capturable);
   char* take(size_t bytes, const char* what, bool told = false);
   void* filled(char* payload, size_t bytes);  // as alloc gives it
@@ -204,6 +209,9 @@ class CudaBackend final : public Backend {
   std::unordered_map<std::string, Graph> graphs_;
   std::map<std::string, uint64_t> counters_;
   std::map<std::string, uint64_t>* counting_ = &counters_;
+
+  Window window_{};
+  unsigned* missed_ = nullptr;  // pinned, where there is a window: set by a kernel that has waited for another rank in vain
 };
 
 }  // namespace kdtree

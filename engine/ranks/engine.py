@@ -150,6 +150,7 @@ class RankedEngine:
             environment["NCCL_GRAPH_MIXING_SUPPORT"] = os.environ.get("NCCL_GRAPH_MIXING_SUPPORT", "0")
             # Nothing else runs on a GPU during an exchange: it may have more blocks than NCCL would leave to others.
             environment["NCCL_MIN_CTAS"] = os.environ.get("NCCL_MIN_CTAS", "16")
+            environment["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"  # nothing here uses it
             if "KDTREE_RANKS_GPUS" in os.environ:  # a test worker, which sees one GPU itself
                 environment["CUDA_VISIBLE_DEVICES"] = os.environ["KDTREE_RANKS_GPUS"]
             self._job = Job(self.device, local, self.rendezvous(), environment)
@@ -168,7 +169,8 @@ class RankedEngine:
 
     def kernels(self, precision: str, moe: bool) -> frozenset[str]:
         """As those of one device, and the exchanges."""
-        return self._alone.kernels(precision, moe) | {"all_gather", "broadcast", "unshard", "checksum"}
+        exchanges = {"all_gather", "broadcast", "checksum"} | ({"unshard"} if self.device == "cpu" else set())
+        return self._alone.kernels(precision, moe) | exchanges
 
     @property
     def job(self) -> Job:

@@ -4,8 +4,10 @@ gloo gathers in a ring, a message after the other; its all-to-all, with the same
 Ranks on CPUs are batch processes, which take no processor from others when they wake: gloo's thread that serves the
 sockets is woken by a thread that holds the lock it wants, and spins for that lock as long as it may.
 
-Under capture of a CUDA graph the calls run once, on the backend's stream, so that NCCL's work becomes part of the graph
-and a replay calls nothing here.
+Between GPUs of one host the engine exchanges by kernels of its own, through memory that torch's symmetric memory has
+allocated and mapped on every rank (the *window*); NCCL carries what is too large for it, and everything where there is
+none. Under capture of a CUDA graph the calls run once, on the backend's stream, so that NCCL's work becomes part of the
+graph and a replay calls nothing here.
 """
 
 from __future__ import annotations
@@ -19,14 +21,15 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-from engine.ranks.arena import Arena
-from engine.ranks.member import Member, member
+from engine.library import library
+from engine.ranks.member import Member, Window, member
 from harness.protocol import ConfigError
 
 IDLE = timedelta(days=30)  # between two commands
-REGISTERED = "KDTREE_RANKS_REGISTERED"
-"""MiB of a GPU for memory that NCCL knows on every rank; 0: none. Not given: `MIB` where all ranks are on one host."""
-MIB = 256  # what a session of K2.6 exchanges from at 65 rows is 114 of it
+WINDOW = "KDTREE_RANKS_WINDOW"
+"""MiB of a GPU for memory that all ranks write; 0: none. Not given: `MIB` where all ranks are on one host."""
+MIB = 64  # 8 MiB of a contribution for two ranks, 2 MiB for eight
+MOST = 8  # ranks that a window may have (csrc/ops.h, kWindowRanks)
 EXCHANGE = timedelta(seconds=20)  # for one exchange: the others are at most one operation behind
 
 
@@ -46,14 +49,13 @@ def memory_view(address: int, size: int, device: str) -> Any:
     return torch.frombuffer((ctypes.c_uint8 * size).from_address(address), dtype=torch.uint8)
 
 
-def registered_bytes() -> int:
-    """What the environment says of the memory in which GPUs exchange. ConfigError if it is no number."""
-    text = os.environ.get(REGISTERED)
-    if text is None:
-        return MIB << 20 if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"] else 0
+def window_bytes() -> int:
+    """What the environment says of the memory through which GPUs exchange. ConfigError if it is no number."""
+    text = os.environ.get(WINDOW, str(MIB))
     if not text.isascii() or not text.isdigit() or int(text) > 65536:
-        raise ConfigError(f"{REGISTERED}: {text!r} is not a number of MiB from 0 to 65536")
-    return int(text) << 20
+        raise ConfigError(f"{WINDOW}: {text!r} is not a number of MiB from 0 to 65536")
+    one_host = os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]
+    return int(text) << 20 if one_host and int(os.environ["WORLD_SIZE"]) <= MOST else 0
 
 
 class TorchExchange:
@@ -83,49 +85,44 @@ class TorchExchange:
                     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # gloo's threads inherit it
             dist.init_process_group("gloo", timeout=EXCHANGE)
         self._words = dist.new_group(backend="gloo", timeout=IDLE)
-        size = registered_bytes() if self._cuda else 0
-        self.arena = self._register(size) if size else None
-        self.owner = 0
-        """Whose the arena's memory is that the next session asks for."""
+        size = window_bytes() if self._cuda else 0
+        self.window = self._open(size) if size else Window()
         # torch 2.13 has renamed it
         self._gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
     def member(self) -> Member:
         """What `engine.session.CsrcEngine` takes."""
-        return member(self.rank, self.count, self._all_gather, self._broadcast, self._take)
+        return member(self.rank, self.count, self._all_gather, self._broadcast, self.window, self._done)
 
-    def _take(self, size: int) -> int:
-        taken = self.arena.take(size, self.owner) if self.arena else 0
-        if self.arena and not taken:
-            print(f"exchanges in plain memory: no {size} bytes are left of {REGISTERED}", file=sys.stderr, flush=True)
-        return taken
+    def _open(self, size: int) -> Window:
+        """``size`` bytes of every rank, mapped on all of them; an empty window unless every rank has got so far."""
+        import torch.distributed._symmetric_memory as symmetric
 
-    def _register(self, size: int) -> Arena | None:
-        """A block that NCCL knows on every rank, in which its short exchanges take half the time; None without it."""
-        torch, dist = self._torch, self._dist
+        torch = self._torch
 
         def all_of(make: Callable[[], Any]) -> Any:
             """What ``make`` gives, None unless every rank has it: what follows waits for all of them."""
             made = None
             try:
                 made = make()
-            except Exception as error:  # what is missing differs by version of torch; plain memory always serves
-                print(f"exchanges in plain memory: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+            except Exception as error:  # what is missing differs by version of torch and by host; NCCL always serves
+                print(f"exchanges by NCCL alone: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
             return made if all(self.each(made is not None)) else None
 
         def allocated() -> Any:
-            backend: Any = dist.group.WORLD._get_backend(torch.device(self.device))
-            pool = torch.cuda.MemPool(backend.mem_allocator)
-            with torch.cuda.use_mem_pool(pool):
-                return backend, pool, torch.zeros(size, dtype=torch.uint8, device=self.device)
+            if not all(library("cuda").linked(torch.cuda.current_device(), other) for other in range(self.count)):
+                raise ConfigError(f"not all GPUs are linked to {self.device} by NVLink")
+            return symmetric.empty(size, dtype=torch.uint8, device=self.device)
 
-        def registered() -> Arena:
-            backend, pool, block = self._kept
-            backend.register_mem_pool(pool, symm=True)
-            return Arena(block.data_ptr(), block.numel())
+        def mapped() -> tuple[int, ...]:
+            self._handle = symmetric.rendezvous(self._block, self._dist.group.WORLD.group_name)
+            self._block.zero_()
+            torch.cuda.synchronize()
+            return tuple(int(address) for address in self._handle.buffer_ptrs)
 
-        self._kept = all_of(allocated)
-        return all_of(registered) if self._kept else None
+        self._block = all_of(allocated)
+        addresses = all_of(mapped) if self._block is not None else None
+        return Window(addresses, size, EXCHANGE.total_seconds()) if addresses else Window()
 
     def say(self, value: Any) -> Any:
         """Rank 0's ``value``, on every rank; waits as long as it takes."""

@@ -10,7 +10,19 @@ from typing import Any
 
 ALL_GATHER = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint64, ctypes.c_void_p)
 BROADCAST = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_uint64, ctypes.c_void_p)
-MEMORY = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_uint64)
+PROGRESS = ctypes.CFUNCTYPE(None)
+
+
+@dataclass(frozen=True)
+class Window:
+    """Memory of every rank that all of them read and write; zeros before the first session."""
+
+    addresses: tuple[int, ...] = ()
+    """Every rank's, where this process sees it; none: there is no such memory."""
+    size: int = 0
+    """Bytes of each."""
+    seconds: float = 0.0
+    """That a rank waits for another."""
 
 
 @dataclass(frozen=True)
@@ -21,7 +33,8 @@ class Member:
     count: int = 1
     all_gather: int = 0
     broadcast: int = 0
-    memory: int = 0
+    window: Window = Window()
+    progress: int = 0
     kept: tuple[Any, ...] = field(default=(), repr=False, compare=False)
     """What must live as long as the functions may be called."""
 
@@ -34,11 +47,12 @@ def member(
     count: int,
     all_gather: Callable[[int, int, int, int], None],
     broadcast: Callable[[int, int, int], None],
-    memory: Callable[[int], int] = lambda size: 0,
+    window: Window = Window(),
+    progress: Callable[[], None] = lambda: None,
 ) -> Member:
     """A member whose exchanges are Python functions: ``all_gather(recv, send, bytes, stream)`` over addresses, recv
     holding ``count * bytes``, and ``broadcast(data, bytes, stream)`` from rank 0; ``stream`` is 0 on the CPU.
-    ``memory(bytes)`` may give the address of memory in which exchanges are quicker, or 0.
+    What the engine exchanges by itself, through ``window``, it calls ``progress`` for in their place.
 
     What they raise is printed here, and the engine raises `harness.protocol.RankError`.
     """
@@ -59,6 +73,6 @@ def member(
             return 1
         return 0
 
-    calls = ALL_GATHER(gather_call), BROADCAST(broadcast_call), MEMORY(memory)
+    calls = ALL_GATHER(gather_call), BROADCAST(broadcast_call), PROGRESS(progress)
     first, second, third = (ctypes.cast(call, ctypes.c_void_p).value or 0 for call in calls)
-    return Member(rank, count, first, second, third, calls)
+    return Member(rank, count, first, second, window, third, calls)

@@ -49,7 +49,7 @@ class Worker:
         if other := [rank for rank, copy in enumerate(copies) if copy != copies[0]]:
             return "error", FormatError(f"{name}: file: rank {other[0]} has none, or another one, than rank 0")
         session, error = None, None
-        number = self._exchange.owner = next(self._numbers)
+        number = next(self._numbers)
         try:
             session = self._engine.load(path, precision, **options)
         except EngineError as failed:
@@ -58,7 +58,6 @@ class Worker:
         if errors:
             if session is not None:
                 session.close()
-            self._forget(number)
             return "error", errors[0]
         self._sessions[number] = session  # type: ignore[assignment]  # no error, so there is one
         return "ok", number
@@ -97,17 +96,12 @@ class Worker:
     def _close(self, number: int) -> Answer:
         self._streams.pop(number, None)
         self._sessions.pop(number).close()
-        self._forget(number)
         return "ok", None
 
     def close(self) -> None:
         """Every session: graphs hold NCCL's communicators, which could not be left before."""
         for number in list(self._sessions):
             self._close(number)
-
-    def _forget(self, number: int) -> None:
-        if self._exchange.arena:
-            self._exchange.arena.give_back(number)
 
     def _exchanges(self) -> Answer:
         return "ok", self._exchange.calls

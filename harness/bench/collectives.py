@@ -1,7 +1,8 @@
 """What an exchange between GPUs costs in a CUDA graph: ``torchrun --nproc-per-node 2 -m harness.bench.collectives``.
 
 Every line: operation, bytes a rank contributes, microseconds (median over replays of a graph of `CALLS` of them, one
-after the other on one stream). ``--json FILE`` keeps them. Rank 0 prints.
+after the other on one stream): torch.distributed's, in plain memory and in memory that NCCL knows on every rank, and
+the engine's own all-gather through the ranks' windows. ``--json FILE`` keeps them. Rank 0 prints.
 """
 
 from __future__ import annotations
@@ -13,9 +14,28 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+from engine.library import library, named_errors
+from engine.ranks.exchange import TorchExchange
+from engine.ranks.member import Window
+
 SIZES = (8, 1 << 10, 14 << 10, 28 << 10, 64 << 10, 112 << 10, 224 << 10, 448 << 10, 1 << 20, 4 << 20)
 CALLS = 20
 REPLAYS = 15
+OWN = 1  # csrc/ops.h, Origin::kOwn
+
+
+def _median(torch: Any, stream: Any, replay: Any) -> float:
+    """Microseconds of one of the `CALLS` that ``replay`` makes on ``stream``."""
+    times = []
+    with torch.cuda.stream(stream):
+        for _ in range(REPLAYS):
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            replay()
+            end.record()
+            torch.cuda.synchronize()
+            times.append(1e3 * float(begin.elapsed_time(end)) / CALLS)
+    return statistics.median(times)
 
 
 def _time(torch: Any, call: Any) -> float:
@@ -29,15 +49,26 @@ def _time(torch: Any, call: Any) -> float:
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             for _ in range(CALLS):
                 call()
-        times = []
-        for _ in range(REPLAYS):
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            begin.record()
-            graph.replay()
-            end.record()
-            torch.cuda.synchronize()
-            times.append(1e3 * float(begin.elapsed_time(end)) / CALLS)
-    return statistics.median(times)
+    return _median(torch, stream, graph.replay)
+
+
+def _through_windows(torch: Any, window: Window, rank: int, size: int) -> float:
+    """As `_time`, of the engine's own all-gather of ``size`` bytes."""
+    ops, count = library("cuda"), len(window.addresses)
+    send, recv = (torch.zeros(1, n, dtype=torch.uint8, device="cuda") for n in (size, size * count))
+    state = torch.ones(16, dtype=torch.int32, device="cuda")
+    torch.cuda.synchronize()
+    with named_errors():
+        handle = ops.backend_open(f"cuda:{torch.cuda.current_device()}", False)
+        ops.open_window(handle, rank, list(window.addresses), window.size, window.seconds)
+        sequence = ops.sequence_begin(handle)
+        for _ in range(CALLS):
+            ops.unshard(handle, send, [recv], [0], [1], 1, state, count, OWN)
+        ops.sequence_end(handle)
+        stream = torch.cuda.ExternalStream(ops.backend_stream(handle))
+        us = _median(torch, stream, lambda: ops.sequence_run(handle, sequence))
+        ops.backend_close(handle)
+    return us
 
 
 def main() -> int:
@@ -48,15 +79,12 @@ def main() -> int:
     import torch
     import torch.distributed as dist
 
-    rank, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    device = torch.device(f"cuda:{os.environ['LOCAL_RANK']}")
-    torch.cuda.set_device(device)
-    dist.init_process_group("nccl", device_id=device)
+    exchange = TorchExchange("cuda", lambda: None)
+    rank, count, device = exchange.rank, exchange.count, torch.device(exchange.device)
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     found: list[dict[str, Any]] = []
 
-    def note(operation: str, size: int, call: Any) -> None:
-        us = _time(torch, call)
+    def note(operation: str, size: int, us: float) -> None:
         found.append({"operation": operation, "bytes": size, "ranks": count, "us": round(us, 2)})
         if rank == 0:
             print(f"{operation:<22} {size:>9} bytes a rank  {us:8.2f} us", flush=True)
@@ -64,9 +92,9 @@ def main() -> int:
     def sweep(label: str, make: Any) -> None:
         for size in SIZES:
             send, recv = make(size), make(size * count)
-            note(f"all_gather{label}", size, lambda send=send, recv=recv: gather(recv, send))
+            note(f"all_gather{label}", size, _time(torch, lambda send=send, recv=recv: gather(recv, send)))
             floats = make(size).view(torch.float32)
-            note(f"all_reduce{label}", size, lambda floats=floats: dist.all_reduce(floats))
+            note(f"all_reduce{label}", size, _time(torch, lambda floats=floats: dist.all_reduce(floats)))
 
     sweep("", lambda size: torch.zeros(size, dtype=torch.uint8, device=device))
     try:
@@ -86,6 +114,9 @@ def main() -> int:
     except Exception as error:  # an older NCCL or torch: the plain figures stand
         if rank == 0:
             print(f"registered memory: {type(error).__name__}: {error}", flush=True)
+    for size in SIZES:
+        if exchange.window.addresses:
+            note("all_gather_window", size, _through_windows(torch, exchange.window, rank, size))
     if rank == 0 and options.json:
         options.json.write_text(
             json.dumps({"nccl": torch.cuda.nccl.version(), "lines": found}, indent=1) + "\n", "utf-8"

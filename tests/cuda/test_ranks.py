@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -14,6 +15,7 @@ import pytest
 import engine
 from engine import plan
 from engine.ranks.engine import RankedEngine, RankedSession
+from engine.ranks.exchange import WINDOW
 from harness.bundles import ensure
 from harness.golden import Golden
 from harness.protocol import RankError
@@ -37,12 +39,15 @@ def ranked(golden: Golden) -> Iterator[RankedEngine]:
     made.close()
 
 
-def test_exchanges_are_part_of_the_graph(golden: Golden, ranked: RankedEngine) -> None:
+@pytest.mark.parametrize("window", [True, False], ids=["window", "nccl"])
+def test_exchanges_are_part_of_the_graph(golden: Golden, monkeypatch: pytest.MonkeyPatch, window: bool) -> None:
     """The second decode replays what the first captured: as many exchanges by count, and one device's bits in both."""
     request = golden.request("noisy")
+    if not window:
+        monkeypatch.setenv(WINDOW, "0")
     with engine.create("cuda").load(Path(golden.file.file), "int4") as one:
         alone = one.decode(request)
-    with ranked.load(Path(golden.file.file), "int4") as session:
+    with contextlib.closing(RankedEngine("cuda", 2)) as made, made.load(Path(golden.file.file), "int4") as session:
         calls = [session.exchanges()]
         counts = []
         for _ in range(2):
@@ -51,6 +56,7 @@ def test_exchanges_are_part_of_the_graph(golden: Golden, ranked: RankedEngine) -
             assert np.array_equal(decoded.logits.view(np.uint32), alone.logits.view(np.uint32))  # type: ignore[union-attr]
             calls.append(session.exchanges())
             counts.append(session.counters()["all_gather"])
+            assert ("settle" in session.counters()) != window  # which only stands before NCCL
     layers, rounds = golden.field("num_layers"), alone.forwards
     prefill = 4 * layers + 2
     assert counts[0] == counts[1] == prefill + rounds * (4 * layers + 3)

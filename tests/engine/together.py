@@ -9,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from engine.ranks.arena import Arena
 from engine.ranks.member import Member, member
 from engine.session import CsrcEngine, CsrcSession
 
@@ -21,11 +20,8 @@ Spoil = Callable[[int, int, int], None]
 class Exchange:
     """Memory that all ranks see, and a barrier before and after every use of it."""
 
-    def __init__(self, count: int, spoil: Spoil | None = None, lend: int = 0) -> None:
-        """``lend``: bytes of memory a rank for what is exchanged, as a transport may have some."""
+    def __init__(self, count: int, spoil: Spoil | None = None) -> None:
         self.count, self.spoil = count, spoil
-        self._lent = [ctypes.create_string_buffer(b"\xff" * lend, lend + 256) for _ in range(count if lend else 0)]
-        self.arenas = [Arena(-(-ctypes.addressof(block) // 256) * 256, lend) for block in self._lent]
         self.gathers = self.broadcasts = 0
         self._barrier = threading.Barrier(count)
         self._parts: list[bytes] = [b""] * count
@@ -50,10 +46,7 @@ class Exchange:
             ctypes.memmove(data, self._parts[0], size)
             self._barrier.wait(SECONDS)
 
-        def memory(size: int) -> int:
-            return self.arenas[rank].take(size, 1) if self.arenas else 0
-
-        return member(rank, self.count, all_gather, broadcast, memory)
+        return member(rank, self.count, all_gather, broadcast)
 
     def abort(self) -> None:
         """Let nobody wait any more."""
@@ -67,10 +60,8 @@ class Exchange:
 class Together:
     """One session a rank; `call` makes all of them do the same and gives their results by rank."""
 
-    def __init__(
-        self, path: Path, precision: str, count: int, *, spoil: Spoil | None = None, lend: int = 0, **options: Any
-    ) -> None:
-        self.exchange = Exchange(count, spoil, lend)
+    def __init__(self, path: Path, precision: str, count: int, *, spoil: Spoil | None = None, **options: Any) -> None:
+        self.exchange = Exchange(count, spoil)
         self.engines = [CsrcEngine("cpu", self.exchange.member(rank)) for rank in range(count)]
         self._pool = ThreadPoolExecutor(count)
         self.sessions: list[CsrcSession] = self._all(
