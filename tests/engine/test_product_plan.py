@@ -77,7 +77,7 @@ def test_a_block_has_all_of_short_rows_in_int4() -> None:
 
 
 def test_long_rows_in_int4_come_in_boxes() -> None:
-    """Where scales are whole sixteen bytes and shared memory has room for a segment of activations and three boxes a warp."""
+    """Where scales are whole sixteen bytes and shared memory holds a segment of activations and three boxes a warp."""
     for k in (2304, 7168, 8192):
         words = plan("whole", k, 64).split()
         assert words[0] == "boxes"
