@@ -60,7 +60,6 @@ class Compiled:
     """One source: its kernels by architecture, or what the compiler complained of."""
 
     file: str
-    archs: tuple[str, ...]
     kernels: tuple[Kernel, ...]
     complaints: Mapping[str, str]
     """By architecture, or by all of them where the compiler did not get as far as one."""
@@ -150,7 +149,7 @@ class Compiler:
         found = {a: json.loads(path.read_text("utf-8")) for a, path in files.items() if path.exists()}
         known = [Kernel(**kernel) for arch in found for kernel in found[arch]]
         if not (missing := [arch for arch in archs if arch not in found]):
-            return Compiled(source.name, tuple(archs), tuple(known), {})
+            return Compiled(source.name, tuple(known), {})
         with tempfile.TemporaryDirectory() as folder:
             out = Path(folder) / "out.o"
             command = [self.nvcc, *flags(missing, self.debug), "-c", str(source), "-o", str(out)]
@@ -160,7 +159,7 @@ class Compiler:
             if done.returncode != 0 or warned:
                 lines = [line for line in report.splitlines() if not line.startswith("ptxas info")][:40]
                 said = "\n".join(lines) or f"nvcc ended with status {done.returncode}"
-                return Compiled(source.name, tuple(archs), tuple(known), {" and ".join(missing): said})
+                return Compiled(source.name, tuple(known), {" and ".join(missing): said})
             made = parse(report, source.name)
             complaints = {}
             for arch in missing:
@@ -169,7 +168,7 @@ class Compiler:
                     complaints[arch] = wrong
                 else:
                     write_atomic(files[arch], json.dumps([asdict(k) for k in here]).encode())
-        return Compiled(source.name, tuple(archs), (*known, *made), complaints)
+        return Compiled(source.name, (*known, *made), complaints)
 
 
 def table(kernels: Sequence[Kernel]) -> str:

@@ -50,7 +50,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--device", action="append", default=[], help="cpu or cuda; default: cpu, and cuda where usable")
     group.addoption("--require-device", action="append", default=[], help="as --device, beside the default ones")
     group.addoption("--ranks", action="append", type=int, default=[], help="cells of so many ranks alone; repeatable")
-    group.addoption("--run-dir", type=Path, help="where the ledger goes (default: reports/<run id>)")
+    group.addoption(
+        "--run-dir",
+        type=Path,
+        help="where the ledger goes (default: reports/<run id>); with =, or pytest takes the folder for tests",
+    )
     group.addoption("--cell-timeout", type=float, help="seconds one cell may take (default: 120; with --scale 900)")
     group.addoption("--scale", action="store_true", help="with the configs of real sizes (docs/bundles.md)")
     group.addoption("--host-name", default=socket.gethostname(), help="how the ledger names this machine")

@@ -13,8 +13,12 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+from harness.environment import processors
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).resolve().parent
@@ -58,9 +62,10 @@ def compiler() -> str:
 def compile_target(cxx: str) -> Path:
     """Compiles target and reader; objects that are newer than every source are kept."""
     WORK.mkdir(parents=True, exist_ok=True)
+    sources = [ROOT / "csrc" / name for name in SOURCES]
     inputs = [
         *(ROOT / "csrc").rglob("*.h"),
-        *(ROOT / "csrc" / s for s in SOURCES),
+        *sources,
         HERE / "kdtr_fuzzer.cpp",
         Path(__file__),
     ]
@@ -68,13 +73,19 @@ def compile_target(cxx: str) -> Path:
     if target.exists() and target.stat().st_mtime > max(p.stat().st_mtime for p in inputs):
         return target
     print(f"compiling the fuzz target with {cxx} ...", flush=True)
-    part = target.with_suffix(".part")
-    files = [str(HERE / "kdtr_fuzzer.cpp"), *(str(ROOT / "csrc" / s) for s in SOURCES)]
-    command = [cxx, *FLAGS, *CHECKS, "-fsanitize=fuzzer,address,undefined", *files, "-o", str(part)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        raise Missing(f"the target does not compile:\n{done.stderr[-4000:]}")
-    part.rename(target)
+    with tempfile.TemporaryDirectory(dir=WORK) as folder:
+        part = Path(folder) / "fuzzer"
+
+        def made(*arguments: str) -> None:
+            command = [cxx, *FLAGS, *CHECKS, "-fsanitize=fuzzer,address,undefined", *arguments]
+            done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+            if done.returncode != 0:
+                raise Missing(f"the target does not compile:\n{done.stderr[-4000:]}")
+
+        with ThreadPoolExecutor(processors()) as pool:
+            list(pool.map(lambda source: made("-c", str(source)), [HERE / "kdtr_fuzzer.cpp", *sources]))
+        made(*(str(path) for path in sorted(Path(folder).glob("*.o"))), "-o", str(part))
+        part.rename(target)
     return target
 
 
