@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn, cast
 
 from harness.cells import FAILED, INCOMPLETE, INFRASTRUCTURE, PASSED
+from harness.ending import as_by_ctrl_c
 from harness.files import said
 from harness.sources import ROOT
 
@@ -218,7 +219,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.print_help(sys.stderr)
         return INFRASTRUCTURE
     try:
-        status = _run(commands, parser.parse_args(arguments[:1]).command, arguments[1:])
+        with as_by_ctrl_c():
+            status = _run(commands, parser.parse_args(arguments[:1]).command, arguments[1:])
         sys.stdout.flush()
         return status
     except SystemExit as end:

@@ -7,6 +7,8 @@ this one never sees half a file, and a killed process leaves at worst a dot-file
 from __future__ import annotations
 
 import os
+import re
+import shutil
 import tempfile
 from pathlib import Path
 
@@ -44,6 +46,9 @@ def _write(path: Path, data: bytes, exclusive: bool) -> None:
 
 def said(error: OSError) -> str:
     """``FILE: reason``, for a reader."""
+    if isinstance(error, shutil.Error) and error.args and isinstance(error.args[0], list):  # of a tree, one a file
+        _, target, reason = error.args[0][0]
+        return f"{target}: {re.sub(r'^.Errno [0-9]+. |: .*$', '', str(reason))}"
     return f"{error.filename}: {error.strerror}" if error.filename else error.strerror or str(error)
 
 

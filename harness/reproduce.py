@@ -27,6 +27,7 @@ from typing import Any
 from harness.bundle_lock import LOCK, first_difference, pin_of, read_lock
 from harness.cells import FAILED, INFRASTRUCTURE, PASSED
 from harness.cli import Parser
+from harness.ending import as_by_ctrl_c
 
 ROOT = Path(__file__).resolve().parent.parent
 PROCESSES = 2
@@ -310,4 +311,5 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    with as_by_ctrl_c():
+        sys.exit(main(sys.argv[1:]))

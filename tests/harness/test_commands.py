@@ -7,6 +7,7 @@ import errno
 import io
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +17,7 @@ import pytest
 
 from harness import cli, doctor, engines, environment
 from harness.demo import main as demo
-from harness.files import write_atomic
+from harness.files import said, write_atomic
 from harness.inspect import main as inspect
 from harness.reference_engine import ReferenceSession
 from harness.sources import ROOT
@@ -114,6 +115,36 @@ def test_a_package_that_is_not_installed_is_named_with_a_remedy(
     monkeypatch.setattr("harness.inspect.main", broken)
     with pytest.raises(ModuleNotFoundError):
         cli.main(["inspect"])
+
+
+ENDED = """
+import os, signal, sys, tempfile, time
+import harness.inspect
+from harness import cli
+
+def work(argv):
+    with tempfile.TemporaryDirectory() as folder:
+        print(folder, flush=True)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(20)
+
+harness.inspect.main = work
+sys.exit(cli.main(["inspect"]))
+"""
+
+
+def test_a_command_that_is_told_to_end_leaves_nothing_behind() -> None:
+    done = subprocess.run([sys.executable, "-c", ENDED], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (2, "kdtree: interrupted\n")
+    assert not Path(done.stdout.strip()).exists()
+
+
+def test_a_tree_that_cannot_be_copied_is_told_in_a_line(tmp_path: Path) -> None:
+    (tmp_path / "from").mkdir()
+    (tmp_path / "from" / "gone").symlink_to("nowhere")
+    with pytest.raises(shutil.Error) as caught:
+        shutil.copytree(tmp_path / "from", tmp_path / "to")
+    assert said(caught.value) == f"{tmp_path}/to/gone: No such file or directory"
 
 
 def test_streams_that_are_closed_or_know_no_signs_are_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
