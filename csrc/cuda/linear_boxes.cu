@@ -124,10 +124,12 @@ __global__ __launch_bounds__(WARPS * kWarp, RESIDENT) void boxes_kernel(const __
   const int parts = paired ? 2 : 1, tiles0 = (p.n[0] + kTileRows - 1) / kTileRows;
   const int first = stream::share_begin(p.outputs, clusters, cluster), count = stream::share_begin(p.outputs, clusters, cluster + 1) - first;
   const int sets = BY_THREADS ? (p.rows + 1) / 2 : stream::box_sets(VALUES == 2, p.rows), tile_sums = kSegments * sets * S::SET;
-  uint8_t* const staged = smem + S::WEIGHTS + (BY_THREADS ? kZeros : local * p.activations / SPC);  // all rows, or the warp's segment
-  uint8_t* const sums = smem + S::WEIGHTS + p.activations + WARPS * DEPTH * S::SCALES;
+  // Activations begin where a swizzled box may, behind the weights; what threads stage comes last.
+  uint8_t* staged = smem + S::WEIGHTS + local * p.activations / SPC;  // the warp's segment
+  uint8_t* const sums = smem + S::WEIGHTS + (BY_THREADS ? 0 : p.activations) + WARPS * DEPTH * S::SCALES;
+  if (BY_THREADS) staged = sums + (p.batch + CL - 1) / CL * parts * tile_sums + kZeros;  // all rows
   const uint32_t ring = shared_address(smem) + warp * (DEPTH * S::SLOT);
-  const uint32_t scales = shared_address(smem) + S::WEIGHTS + p.activations + warp * (DEPTH * S::SCALES);
+  const uint32_t scales = shared_address(smem) + S::WEIGHTS + (BY_THREADS ? 0 : p.activations) + warp * (DEPTH * S::SCALES);
   constexpr bool ENGINE = HELD == 0 && !BY_THREADS;
   // Slots that are asked for before the launch before has ended. A block that fills its multiprocessor begins when that has, and the engine takes
   // requests in turn: then activations come sooner if few weights stand before them.
@@ -166,6 +168,7 @@ __global__ __launch_bounds__(WARPS * kWarp, RESIDENT) void boxes_kernel(const __
       const int length = segment_begin((rank + 1) * SPC, units) * UNIT - k_first;
       stage_rows(staged, p.stride, static_cast<const uint16_t*>(p.x), p.ldx, p.rows, columns, p.k, k_first, length,
                  [&] { copies.ask(DEPTH - EARLY); });
+      cluster_wait_others<CL>();
       if (threadIdx.x < kZeros / 16) reinterpret_cast<uint4*>(staged - kZeros)[threadIdx.x] = make_uint4(0, 0, 0, 0);
       __syncthreads();
     } else {
@@ -175,8 +178,8 @@ __global__ __launch_bounds__(WARPS * kWarp, RESIDENT) void boxes_kernel(const __
       }
       __syncwarp();
       copies.ask(DEPTH - EARLY);
+      cluster_wait_others<CL>();
     }
-    cluster_wait_others<CL>();
   }
 
   const BoxOffsets at = box_offsets<KIND>(lane);
