@@ -1,10 +1,10 @@
 // The experts of one row on Hopper: moe_boxes.cuh's products, in every bit, shared out among warps in parts of K.
 //
-// Bytes: the chosen experts' weights and the shared one's, once. Bound by them, if all warps have the same to do: a block has 9 tiles of gate and up and 15 of
-// down, which are too few to be dealt whole to ten warps. A tile is a weight row's worth of 16 outputs as in moe_items.cuh; what a warp takes
-// is a fourth of its K, of the shared expert's, whose weights are bf16, an eighth, whichever warp is free first. So every ring asks for the
-// shared expert from the start, while the router still chooses. The segments' sums have a place for every tile of the block; the warp that ends a
-// tile's last part adds them, in ascending order.
+// Bytes: the chosen experts' weights and the shared one's, once. Bound by them, if all warps have the same to do: a block has 9 tiles (of 16 weight
+// rows, as in moe_items.cuh) of gate and up and 15 of down, too few to be dealt whole to nine warps. What a warp's ring takes is a fourth of a
+// tile's K, of the shared expert's, whose weights are bf16, an eighth, whichever ring is free first. So every ring asks for the shared expert from
+// the start, while the router still is at work. The segments' sums have a place for every tile of the block; the warp that ends a tile's last part
+// adds them, in ascending order.
 // One row: its choices are distinct experts, so that a place among the others' tiles says the choice and the tile, and the row, or the few acts that a
 // block's tiles meet, stand in shared memory in the multiplication's order.
 #pragma once
