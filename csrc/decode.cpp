@@ -196,9 +196,9 @@ void Session::forward_round() {
 void Session::sum_round() {
   auto* sum = static_cast<uint64_t*>(sum_.get());
   const int32_t* n_rows = &forward_->state()->n_rows;
-  backend_->checksum({sum, {{forward_->logits(), static_cast<size_t>(config_.vocab_size), width_, n_rows},
-                            {step_->out.get(), sizeof(RoundOut) / 4, 1, nullptr},
-                            {step_->tokens.get(), 1, width_, n_rows}}, 3});
+  backend_->checksum({sum, 3, {{forward_->logits(), static_cast<size_t>(config_.vocab_size), width_, n_rows},
+                               {step_->out.get(), sizeof(RoundOut) / 4, 1, nullptr},
+                               {step_->tokens.get(), 1, width_, n_rows}}});
   collective_.all_gather(step_->sums.get(), sum, sizeof *sum);
 }
 

@@ -211,7 +211,7 @@ struct ChecksumArgs {
   struct Span {
     const void* data; size_t row_words; int max_rows; const int32_t* n_rows;
   };
-  uint64_t* out; Span span[3]; int spans;
+  uint64_t* out; int spans; Span span[3];
 };
 
 // The choice of each row: argmax (temperature 0) or a Gumbel draw keyed by (state's seed, position, token). A NaN or an

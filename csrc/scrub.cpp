@@ -38,7 +38,7 @@ std::vector<uint64_t> Scrub::sums_from(size_t first, size_t count) {
     const Piece& piece = pieces_[first + i];
     const Resident& w = weights_[piece.weight].resident;
     const unsigned char* words = static_cast<const unsigned char*>(w.data) + piece.block * w.pitch + piece.offset;
-    backend_.checksum({to + i, {{words, piece.words, 1, nullptr}}, 1});
+    backend_.checksum({to + i, 1, {{words, piece.words, 1, nullptr}}});
   }
   std::vector<uint64_t> sums(count);
   backend_.download(sums.data(), to, count * sizeof *to);

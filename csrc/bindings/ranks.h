@@ -40,7 +40,7 @@ void checksum(int64_t handle, Tensor out, Tensor values, Tensor state) {
   Call call(handle, state);
   const ChecksumArgs::Span rows = {data<int32_t>(values, "values"), static_cast<size_t>(values.size(1)), dim(values, 0), &step_state(state)->n_rows};
   const ChecksumArgs::Span first = {rows.data, rows.row_words, 1, nullptr};
-  call.run(&Backend::checksum, {reinterpret_cast<uint64_t*>(sized<int32_t>(out, 2, "out")), {rows, first}, 2});
+  call.run(&Backend::checksum, {reinterpret_cast<uint64_t*>(sized<int32_t>(out, 2, "out")), 2, {rows, first}});
 }
 
 // Their signatures.

@@ -112,7 +112,7 @@ void outside() {
   auto* sums = static_cast<unsigned long long*>(backend->alloc(2 * sizeof(unsigned long long), "sums"));
   const auto body = [&] {
     backend->fill_zero(sums, 2 * sizeof *sums);
-    backend->checksum({reinterpret_cast<uint64_t*>(sums), words, kWords, 1, nullptr});
+    backend->checksum({reinterpret_cast<uint64_t*>(sums), 1, {{words, kWords, 1, nullptr}}});
     backend->outside("copy", [&](void* stream) {
       cudaLaunchAttribute early{};
       early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
