@@ -44,7 +44,7 @@ def install(session: nox.Session, *extras: str, torch: bool = True) -> None:
     session.install(*wanted)
     if origin:  # the folder that holds torch comes last on the path, so that the environment's own packages win
         purelib = "import sysconfig; print(sysconfig.get_path('purelib'))"
-        site = session.run("python", "-c", purelib, silent=True)
+        site = session.run_install("python", "-c", purelib, silent=True)
         (Path(str(site).strip()) / "torch-found.pth").write_text(f"{Path(origin).parents[1]}\n")
     stamp.write_text(digest)
 
@@ -66,14 +66,14 @@ def test(session: nox.Session) -> None:
 @nox.session
 def gate(session: nox.Session) -> None:
     """Exit 0 only if the newest ledger (or the one named) is complete, green and made from this checkout."""
-    install(session, "test")
+    install(session, "test", "remote")
     python(session, "-m", "harness", "gate", *(session.posargs or ["reports/latest/ledger.json"]))
 
 
 @nox.session
 def demo(session: nox.Session) -> None:
     """AR beside DDTree on one model: tokens, match, forwards, times; then the trained one with its drafter, as text."""
-    install(session, "test")
+    install(session, "test", "remote")
     python(session, "-m", "harness", "demo", *session.posargs)
     if not session.posargs:
         text = ["--config", "text", "--tokens", "96", "--block", "16", "--budget", "15"]
@@ -90,14 +90,14 @@ def remote(session: nox.Session) -> None:
 @nox.session
 def mutants(session: nox.Session) -> None:
     """Plant every fault of the catalogue in the engine and report the share that the matrix caught."""
-    install(session, "test")
+    install(session, "test", "remote")
     python(session, "-m", "harness", "mutants", *session.posargs)
 
 
 @nox.session
 def bench(session: nox.Session) -> None:
     """Speed of this machine's engines: times, bytes, shares of the ceilings, peers."""
-    install(session, "test")
+    install(session, "test", "remote")
     python(session, "-m", "harness", "bench", *session.posargs)
 
 
@@ -119,14 +119,14 @@ def reproduce(session: nox.Session) -> None:
 @nox.session
 def fuzz(session: nox.Session) -> None:
     """The C++ KDTR reader under a coverage-guided fuzzer with sanitizers: ``nox -s fuzz -- --seconds 600``."""
-    install(session, "test")
+    install(session, torch=False)
     python(session, "-m", "tests.fuzz.run", *session.posargs)
 
 
 @nox.session
 def nvcc(session: nox.Session) -> None:
     """Compile every CUDA source for Hopper and Blackwell without a GPU; registers, spills; the CUDA faults compile."""
-    install(session, "test")
+    install(session, "test", "remote")
     python(session, "-m", "harness.nvcc", *session.posargs)
     if not session.posargs:
         python(session, "-m", "harness", "mutants", "--compile-only", "--device", "cuda")

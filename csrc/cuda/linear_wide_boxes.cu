@@ -1,18 +1,19 @@
-// linear for steps of many rows (17 to 64 a launch) and long rows of INT4 on Hopper: linear_wide.cu's products, in every bit, with weights brought by the
-// bulk copy engine and two groups' sums in flight.
+// linear for steps of many rows (17 to 64 a launch) and long rows of INT4 on Hopper: linear_wide.cu's products, in every bit, with weights
+// brought by the bulk copy engine and two groups' sums in flight.
 //
-// Bytes: each weight once; flops 2*M*N*K on tensor cores. Bound by the scaling of sums and the turning of nibbles beside the products, then by what the
-// blocks exchange.
-// A block owns one segment of K and keeps its segment of all 64 rows of activations in shared memory. Two of its warpgroups multiply, one tile of 64
-// weight rows after the other: a warp has boxes of sixteen of a tile's rows (linear_boxes.cu) in a ring of its own, few of which are asked for before the activations,
-// which queue behind them. While one group of 32 is multiplied, the sums of the one before are scaled and the nibbles of the next turned. A third warpgroup asks for activations, which come once
-// for the two blocks of a cluster, and puts each chunk in order where it stands, so that products begin with the first.
-// A tile's sums meet the other seven segments' in global memory (L2), where each of the eight blocks adds eight columns: the third warpgroup, while
-// the others multiply their second, and of its last tile each warpgroup itself. There are two rounds of tiles at most, each with a place for its sums. Telling the others that sums are there waits until memory has them all,
-// so the third warpgroup does that too.
-// Reduction order: stream.cuh; int4's sums are a fourth, exactly, until a segment's end (box_copy.cuh).
-// A warp's sixteen rows have counters of their own, so that no warp waits for another's rows; pairs of products (SiLU) need two, and stay with linear_wide.cu.
-// Waiting: as there.
+// Bytes: each weight once; flops 2*M*N*K on tensor cores. Bound by the scaling of sums and the turning of nibbles beside the products, then by
+// what the blocks exchange.
+// A block owns one segment of K and keeps its segment of all 64 rows of activations in shared memory. Two of its warpgroups multiply, one tile of
+// 64 weight rows after the other: a warp has boxes of sixteen of a tile's rows (linear_boxes.cu) in a ring of its own, few of which are asked for
+// before the activations, which queue behind them. While one group of 32 is multiplied, the sums of the one before are scaled and the nibbles of
+// the next turned. A third warpgroup asks for activations, which come once for the two blocks of a cluster, and puts each chunk in order where it
+// stands, so that products begin with the first.
+// A tile's sums meet the other seven segments' in global memory (L2), where each of the eight blocks adds eight columns: the third warpgroup while
+// the others multiply their second tile, and of its last tile each warpgroup itself. There are two rounds of tiles at most, each with a place for
+// its sums. Telling the others that sums are there waits until memory has them all, so the third warpgroup does that too.
+// A warp's sixteen rows have counters of their own, so that no warp waits for another's rows; pairs of products (SiLU) would need two of them.
+// Reduction order: stream.cuh; sums are a fourth, exactly, until a segment's end (box_copy.cuh).
+// Waiting: as in linear_wide.cu.
 #include <algorithm>
 
 #include "backend.h"

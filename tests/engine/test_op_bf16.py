@@ -101,6 +101,11 @@ def test_linear(ops: Ops, kind: str, m: int, n: int, k: int) -> None:
     assert counted == {name: 4}, "under the name that every kernel counts"
 
 
+def test_linear_of_long_rows(ops: Ops) -> None:
+    """INT4 rows longer than 2048 of 17 and more rows, which Hopper has a kernel of its own for."""
+    test_linear(ops, "int4", 40, 20, 2304)
+
+
 def test_halves_go_to_even_and_what_is_no_number_stays(ops: Ops) -> None:
     """Rotated by nothing, a key goes into the cache as it is, rounded once; bits written by hand."""
     cases = {
