@@ -5,6 +5,7 @@
 // An item is 16 weight rows of one expert, for one turn of the rows that chose it: 16 outputs of down, or 8 gate rows and the 8 up rows
 // that meet them, so that the two values of an output stand in one lane.
 #pragma once
+#include "box_copy.cuh"
 #include "combine.cuh"
 #include "routes.cuh"
 #include "stream.cuh"
@@ -62,6 +63,30 @@ __device__ __forceinline__ void emit_column(const StreamMoeParams& p, int m0, bo
     if (!of_shared && p.ordered != nullptr) p.ordered[row * n + ordered_place(out)] = y;
   }
 }
+
+// The int4 weights of a box, 16 rows x 8 groups, as a lane has them, with the scales of its rows g and g + 8, pairs of bf16.
+struct BoxInt4 {
+  uint32_t words[4][4];  // rows 0-7 and 8-15 of one group, then of the next
+  uint32_t low[4], high[4];
+
+  // matrix: the lane's row of the box's first 32 bytes; low_at, high_at: the sixteen bytes of scales of its rows.
+  __device__ __forceinline__ BoxInt4(uint32_t at, uint32_t matrix, uint32_t low_at, uint32_t high_at) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) load_matrices(words[i], at + (matrix ^ (i * 32)));
+    const uint4 s_low = load_shared16(low_at), s_high = load_shared16(high_at);
+    low[0] = s_low.x, low[1] = s_low.y, low[2] = s_low.z, low[3] = s_low.w;
+    high[0] = s_high.x, high[1] = s_high.y, high[2] = s_high.z, high[3] = s_high.w;
+  }
+  // The two fragments of a product of group g, as q/4.
+  __device__ __forceinline__ void fragments(int g, uint32_t (&a)[4], uint32_t (&b)[4]) const {
+    const uint32_t upper = words[g / 2][g % 2 * 2], lower = words[g / 2][g % 2 * 2 + 1];
+    a[0] = low_pair(upper), a[1] = low_pair(lower), a[2] = high_pair(upper), a[3] = high_pair(lower);
+    b[0] = low_pair(upper >> 8), b[1] = low_pair(lower >> 8), b[2] = high_pair(upper >> 8), b[3] = high_pair(lower >> 8);
+  }
+  __device__ __forceinline__ static float of_pair(uint32_t pair, int g) { return __uint_as_float(g % 2 == 0 ? pair << 16 : pair & 0xffff0000u); }
+  __device__ __forceinline__ float scale(int g) const { return of_pair(low[g / 2], g); }
+  __device__ __forceinline__ float below(int g) const { return of_pair(high[g / 2], g); }
+};
 
 inline bool aligned(const void* p, uintptr_t bytes = 16) { return reinterpret_cast<uintptr_t>(p) % bytes == 0; }
 

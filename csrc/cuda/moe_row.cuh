@@ -235,19 +235,13 @@ __global__ __launch_bounds__(S::THREADS, 2) void row_moe_kernel(const __grid_con
       };
       const auto multiply_box = [&](uint32_t at, [[maybe_unused]] uint32_t scales) {
         if constexpr (KIND == INT4) {
-          uint32_t words[4][4];  // rows 0-7 and 8-15 of one group, then of the next
-#pragma unroll
-          for (int i = 0; i < 4; ++i) load_matrices(words[i], at + (matrix ^ (i * 32)));
-          const uint4 s_low = load_shared16(scales), s_high = load_shared16(scales ^ (8 * S::LINE));
-          const uint32_t low_scales[4] = {s_low.x, s_low.y, s_low.z, s_low.w}, high_scales[4] = {s_high.x, s_high.y, s_high.z, s_high.w};
+          const BoxInt4 box(at, matrix, scales, scales ^ (8 * S::LINE));
           const float zero[4] = {};
 #pragma unroll
           for (int g = 0; g < PIECES; ++g) {
-            const uint32_t low = words[g / 2][g % 2 * 2], high = words[g / 2][g % 2 * 2 + 1];
-            const uint32_t a[4] = {low_pair(low), low_pair(high), high_pair(low), high_pair(high)};
-            const uint32_t b[4] = {low_pair(low >> 8), low_pair(high >> 8), high_pair(low >> 8), high_pair(high >> 8)};
-            const float scale = __uint_as_float(g % 2 == 0 ? low_scales[g / 2] << 16 : low_scales[g / 2] & 0xffff0000u);
-            const float below = __uint_as_float(g % 2 == 0 ? high_scales[g / 2] << 16 : high_scales[g / 2] & 0xffff0000u);
+            uint32_t a[4], b[4];
+            box.fragments(g, a, b);
+            const float scale = box.scale(g), below = box.below(g);
             const uint4 x = load_shared16(b_at + g * 64);
             float sum[4];
             multiply_add(sum, a, x.x, x.y, zero);

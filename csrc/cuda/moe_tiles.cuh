@@ -291,18 +291,12 @@ __global__ __launch_bounds__(kTileMoeThreads, S::RESIDENT) void tile_moe_kernel(
       for (int j = 0; j < stages; ++j) {
         barrier_wait(full_at + slot * 8, phase);
         const uint32_t at = ring + slot * STAGE, scales = pieces + piece * S::PIECE + j % SPAN * 16, x_at = runs + slot * RUN + column;
-        uint32_t words[4][4];  // rows 0-7 and 8-15 of one group, then of the next
-#pragma unroll
-        for (int i = 0; i < 4; ++i) load_matrices(words[i], at + (matrix ^ (i * 32)));
-        const uint4 s_low = load_shared16(scales + low_scales_at), s_high = load_shared16(scales + high_scales_at);
-        const uint32_t low_scales[4] = {s_low.x, s_low.y, s_low.z, s_low.w}, high_scales[4] = {s_high.x, s_high.y, s_high.z, s_high.w};
+        const BoxInt4 box(at, matrix, scales + low_scales_at, scales + high_scales_at);
 #pragma unroll
         for (int g = 0; g < 8; ++g) {
-          const uint32_t low = words[g / 2][g % 2 * 2], high = words[g / 2][g % 2 * 2 + 1];
-          const uint32_t a[4] = {low_pair(low), low_pair(high), high_pair(low), high_pair(high)};
-          const uint32_t b[4] = {low_pair(low >> 8), low_pair(high >> 8), high_pair(low >> 8), high_pair(high >> 8)};
-          const float scale = __uint_as_float(g % 2 == 0 ? low_scales[g / 2] << 16 : low_scales[g / 2] & 0xffff0000u);
-          const float below = __uint_as_float(g % 2 == 0 ? high_scales[g / 2] << 16 : high_scales[g / 2] & 0xffff0000u);
+          uint32_t a[4], b[4];
+          box.fragments(g, a, b);
+          const float scale = box.scale(g), below = box.below(g);
           const float zero[4] = {};
           float sum[4];
           const uint4 x = load_shared16(x_at + g * 64);
