@@ -18,12 +18,12 @@ from typing import Any
 
 import numpy as np
 
-from harness.cells import FAILED, INFRASTRUCTURE, PASSED
+from harness.cells import DEVICES, FAILED, INFRASTRUCTURE, PASSED
 from harness.cli import DEVICE_HELP, ENGINE_HELP, Parser, output, positive
 from harness.engines import create
 from harness.environment import environment
 from harness.files import write_atomic
-from harness.matrix import DEVICES, PRECISIONS, Point
+from harness.matrix import PRECISIONS, Point
 from harness.prepare import Infrastructure, prepare
 from harness.protocol import DecodeRequest, EngineError, OwnDrafter, Session
 from harness.quality import Estimate, estimate

@@ -17,6 +17,8 @@ SCHEMA = 1
 
 PASSED, FAILED, INCOMPLETE, INFRASTRUCTURE = 0, 1, 2, 3
 """Exit statuses of a run and of everything that judges one."""
+DEVICES = ("cpu", "cuda")
+"""What cells run on."""
 
 
 class Verdict(str, Enum):

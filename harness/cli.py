@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
-from harness.cells import FAILED, INCOMPLETE, INFRASTRUCTURE, PASSED
+from harness.cells import DEVICES, FAILED, INCOMPLETE, INFRASTRUCTURE, PASSED
 from harness.ending import as_by_ctrl_c
 from harness.files import said
 from harness.sources import ROOT
@@ -55,7 +55,6 @@ EXIT_STATUSES = (
 )
 
 
-DEVICES = ("cpu", "cuda")
 MATRIX = "tests/test_matrix.py"
 ENGINE_HELP = "csrc (default), reference, wrong:FAULT, or a registered one (docs/harness.md)"
 DEVICE_HELP = "default: cpu"

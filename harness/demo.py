@@ -19,11 +19,11 @@ import numpy as np
 
 from engine import costs
 from harness import tree_text
-from harness.cells import FAILED, INFRASTRUCTURE, PASSED
+from harness.cells import DEVICES, FAILED, INFRASTRUCTURE, PASSED
 from harness.cli import DEVICE_HELP, ENGINE_HELP, Parser, positive
 from harness.engines import create
 from harness.golden import Golden
-from harness.matrix import DEVICES, DRAFTERS, F32_PRECISIONS, PRECISIONS, Point
+from harness.matrix import DRAFTERS, F32_PRECISIONS, PRECISIONS, Point
 from harness.prepare import Infrastructure, prepare
 from harness.protocol import Decoded, DecodeRequest, Draft, EngineError, OwnDrafter, RequestError, Session
 from refs import recipe

@@ -27,7 +27,6 @@ F32_PRECISIONS = ("fp32", "int4")
 SCALE = "scale"
 """The folder below the configs with those of real sizes, which run only when asked for."""
 DECODERS = ("ar", "ddtree")
-DEVICES = ("cpu", "cuda")
 DRAFTERS = ("oracle", "noisy", "hostile")
 """Of a config that names none; what `refs.recipe` takes too. ``dflash`` drafts where a config names it."""
 RANKED_CONFIGS = ("eight",)

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from harness import host_memory
+from harness.cells import DEVICES
 from harness.engines import create, registered
 from harness.environment import survey
 from harness.filters import select
-from harness.matrix import DEVICES, MatrixError, Point, of_run
+from harness.matrix import MatrixError, Point, of_run
 
 Say = Callable[[str], None]
 

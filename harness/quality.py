@@ -19,10 +19,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from harness.cells import INFRASTRUCTURE, PASSED
+from harness.cells import DEVICES, INFRASTRUCTURE, PASSED
 from harness.cli import DEVICE_HELP, ENGINE_HELP, Parser
 from harness.engines import create
-from harness.matrix import DEVICES, F32_PRECISIONS, Point
+from harness.matrix import F32_PRECISIONS, Point
 from harness.prepare import Infrastructure, prepare
 from harness.protocol import EngineError, Session
 from refs import checkpoint, recipe

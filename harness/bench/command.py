@@ -15,10 +15,10 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from harness.cells import INFRASTRUCTURE, PASSED
+from harness.cells import DEVICES, INFRASTRUCTURE, PASSED
 from harness.cli import DEVICE_HELP, Parser, output, positive
 from harness.files import write_atomic
-from harness.matrix import DEVICES, DRAFTERS
+from harness.matrix import DRAFTERS
 
 if TYPE_CHECKING:
     from harness.bench.cases import Case

@@ -17,12 +17,12 @@ from dataclasses import asdict
 from datetime import datetime, timezone
 from pathlib import Path
 
-from harness.cells import INFRASTRUCTURE, PASSED, Ledger, Verdict
+from harness.cells import DEVICES, INFRASTRUCTURE, PASSED, Ledger, Verdict
 from harness.cli import EXIT_STATUSES, Parser
 from harness.gate.rules import ENGINE, Demand, Finding, judge, status
 from harness.gate.waivers import Waiver, WaiverError, load
 from harness.ledger import LedgerError, read
-from harness.matrix import DEVICES, GPU_RANKS, MatrixError, config_precisions, configs, is_large, parse, rankable
+from harness.matrix import GPU_RANKS, MatrixError, config_precisions, configs, is_large, parse, rankable
 from harness.sources import ROOT, describe
 
 WAIVERS = "waivers.yaml"

@@ -10,9 +10,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from datetime import date
 
-from harness.cells import FAILED, INCOMPLETE, INFRASTRUCTURE, PASSED, Cell, Ledger, Verdict
+from harness.cells import DEVICES, FAILED, INCOMPLETE, INFRASTRUCTURE, PASSED, Cell, Ledger, Verdict
 from harness.gate.waivers import Waiver
-from harness.matrix import DEVICES, RANKED_CONFIGS, Point, expected, parse
+from harness.matrix import RANKED_CONFIGS, Point, expected, parse
 from harness.reports.against import compare
 from harness.sources import Sources
 

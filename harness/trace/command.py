@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from harness.cells import FAILED, INFRASTRUCTURE, PASSED, Divergence
+from harness.cells import DEVICES, FAILED, INFRASTRUCTURE, PASSED, Divergence
 from harness.cli import Parser
 from harness.engines import create
 from harness.golden import Golden, GoldenError
-from harness.matrix import DEVICES, MatrixError, expected, parse, rankable
+from harness.matrix import MatrixError, expected, parse, rankable
 from harness.prepare import Infrastructure, prepare
 from harness.protocol import EngineError, NonFiniteError, Session
 from harness.rounding import operations
