@@ -5,8 +5,8 @@
 Stages run in the order below, most telling first; one that fails or runs out of time does not keep the others from
 running. Bundles of real sizes are made beside the first ones. OUT gets ``summary.json`` (status, seconds and last lines
 of every stage), ``logs.tar.gz`` (whole outputs), and what stages measured, named after them: ``matrix.json`` and the
-other ledgers, ``mutants.json``, ``latency.json``, ``bench.json``, ``ranks.json``. Stages for two GPUs are left out
-where there is one. Exit status 0 when every stage that ran succeeded, 1 otherwise.
+other ledgers, ``mutants.json``, ``latency.json``, ``bench.json``, ``pairs.json``, ``ranks.json``. Stages for two GPUs
+are left out where there is one. Exit status 0 when every stage that ran succeeded, 1 otherwise.
 """
 
 from __future__ import annotations
@@ -100,6 +100,7 @@ def stages(out: Path, scratch: Path) -> dict[str, Stage]:
         "scale-bundles": Stage([*harness, "bundles", *SCALE], 520),
         "tests": Stage([*pytest, *operations, "-n", "8"], 200),
         "step": Stage([*pytest, K26_STEP, "-n", "0"], 300),
+        "pairs": Stage([*module, "tests.cuda.pairs", "--json", str(out / "pairs.json")], 120),
         "engine": Stage([*pytest, "tests/engine", "-n", "8", "-k", "cuda"], 200),
         "tests-generic": Stage([*pytest, *operations, "tests/engine", "-n", "8", "-k", "cuda"], 300, GENERIC),
         "bundles": Stage([*harness, "bundles"], 240),
