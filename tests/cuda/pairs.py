@@ -73,22 +73,26 @@ def shapes() -> dict[str, Make]:
     def attention(name: str, *contexts: int) -> None:
         made[name] = lambda ops: Attention(ops, name, K26, contexts, nodes=NODES, bf16=True)
 
-    for kind in ("int4-bf16", "bf16", "int4", "f32"):
-        for k, n in ((7168, 4096), (2048, 7168)):
-            linear(f"linear-{kind}-k{k}-n{n}", kind, k, n)
+    def linears(*kinds: str) -> None:
+        for kind in kinds:
+            for k, n in ((7168, 4096), (2048, 7168)):
+                linear(f"linear-{kind}-k{k}-n{n}", kind, k, n)
+
+    linears("int4-bf16", "bf16")
+    for kind in ("int4-bf16", "bf16"):
+        experts(f"experts-{kind}", kind)
+    attention("mla-t1024", 1024, 1001)
+    attention("mla-t4096", 4096, 4159)
+    attention("mla-t32768", 32768, 32741)
+    linear("router-product", "bf16", 7168, 384, normed=True)
+    made["router-choice"] = lambda ops: Router(ops, "router-choice", 384, 8)
     linear("q_a-kv_a", "bf16", 7168, 1536, 576, normed=True)
     linear("q_b", "bf16", 1536, 12288, normed=True)
     linear("o", "bf16", 8192, 7168, epilogue=1)
     linear("dense-gate-up", "bf16", 7168, 18432, 18432, normed=True, epilogue=2)
     linear("dense-down", "bf16", 18432, 7168, epilogue=1)
     linear("head", "bf16", 7168, 163840, normed=True)
-    linear("router-product", "bf16", 7168, 384, normed=True)
-    made["router-choice"] = lambda ops: Router(ops, "router-choice", 384, 8)
-    for kind in ("int4-bf16", "bf16"):
-        experts(f"experts-{kind}", kind)
-    attention("mla-t1024", 1024, 1001)
-    attention("mla-t4096", 4096, 4159)
-    attention("mla-t32768", 32768, 32741)
+    linears("int4", "f32")
     return made
 
 
@@ -146,9 +150,12 @@ def text(found: Found) -> str:
     return f"{said}{f'; UNFIT: {found.unfit}' if found.unfit else ''}  {found.seconds:.1f} s"
 
 
-def run(device: str, chosen: dict[str, Make], pairs: int, seed: int, say: Callable[[str], None]) -> list[Found]:
-    """The chosen shapes one after the other; the memory of one is free before the next."""
-    results = []
+def run(
+    device: str, chosen: dict[str, Make], pairs: int, seed: int, keep: Callable[[Sequence[Found]], None]
+) -> list[Found]:
+    """The chosen shapes one after the other; the memory of one is free before the next. ``keep`` gets what is found
+    so far, after each."""
+    results: list[Found] = []
     for make in chosen.values():
         ops = Ops(device)
         try:
@@ -157,7 +164,7 @@ def run(device: str, chosen: dict[str, Make], pairs: int, seed: int, say: Callab
             ops.close()
         if device == "cuda":
             torch.cuda.empty_cache()
-        say(text(results[-1]))
+        keep(results)
     return results
 
 
@@ -193,12 +200,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"pairs: no GPU: {survey().reason}", file=sys.stderr)
         return INFRASTRUCTURE
     start = time.monotonic()
-    results = run("cuda", chosen, options.pairs, options.seed, lambda line: print(line, flush=True))
-    seconds = time.monotonic() - start
-    if options.json:
-        write_atomic(options.json, (json.dumps(record(results, options.seed, seconds), indent=1) + "\n").encode())
+
+    def keep(results: Sequence[Found]) -> None:
+        print(text(results[-1]), flush=True)
+        if options.json:
+            found = record(results, options.seed, time.monotonic() - start)
+            write_atomic(options.json, (json.dumps(found, indent=1) + "\n").encode())
+
+    results = run("cuda", chosen, options.pairs, options.seed, keep)
     rows, differ = sum(found.rows for found in results), sum(found.differing_rows for found in results)
-    print(f"{len(results)} shapes, {rows} rows, {differ} differ: {seconds:.1f} s")
+    print(f"{len(results)} shapes, {rows} rows, {differ} differ: {time.monotonic() - start:.1f} s")
     return PASSED if all(found.good for found in results) else FAILED
 
 
