@@ -18,7 +18,8 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -53,12 +54,18 @@ class Unit:
 class Workshop:
     """Builds of one device under ``home``; safe to use from several threads."""
 
-    def __init__(self, device: str, home: Path) -> None:
-        """Raises `harness.build.BuildError` if the unedited engine cannot be built."""
+    def __init__(self, device: str, home: Path, at_once: int = 1) -> None:
+        """``at_once``: the places that compilers, and whoever takes one of `places`, share.
+
+        Raises `harness.build.BuildError` if the unedited engine cannot be built.
+        """
+        self.places = threading.Semaphore(at_once)
+        self._at_once = at_once
         real = build(device)
         self._variables, self._rules, self._units = _parse((real.parent / "build.ninja").read_text("utf-8"))
         self._real = {unit: real.parent / unit.object for unit in self._units}
         self._unedited = {unit: self._key(unit, CSRC) for unit in self._units}
+        self._reads = {unit: frozenset(map(str, closure(CSRC, [unit.source]))) for unit in self._units}
         self._objects, self._planted = home / "objects", home / "planted"
         for folder in (self._objects, self._planted):
             folder.mkdir(parents=True, exist_ok=True)
@@ -67,20 +74,33 @@ class Workshop:
         self._locks: dict[str, threading.Lock] = {}
         self._guard = threading.Lock()
 
-    def library(self, csrc: Path, target: Path, *, anew: bool = False) -> tuple[Path, int]:
+    def library(
+        self, csrc: Path, target: Path, *, anew: bool = False, edited: Collection[str] | None = None
+    ) -> tuple[Path, int]:
         """The library of the sources in ``csrc``, and how many of them had to be compiled.
 
-        ``anew``: nothing comes from the real build. Raises CompileError.
+        ``anew``: nothing comes from the real build. ``edited``: no other files of ``csrc`` differ from the real build's
+        (default: each may); what does not read them is not looked at. Raises CompileError.
         """
         target.mkdir(parents=True, exist_ok=True)
-        objects, compiled = [], 0
-        for unit in self._units:
-            made, fresh = self._object(unit, csrc, anew)
-            objects.append(str(made))
-            compiled += fresh
+        looked_at = self._units
+        if not anew and edited is not None:
+            reading = set(self._reading(edited))
+            looked_at = [unit for unit in self._units if unit in reading or not self._real[unit].exists()]
+        with ThreadPoolExecutor(min(self._at_once, max(1, len(looked_at)))) as pool:
+            made = dict(zip(looked_at, pool.map(lambda unit: self._object(unit, csrc, anew), looked_at), strict=True))
+        objects = [str(made[unit][0] if unit in made else self._real[unit]) for unit in self._units]
         library = target / LIBRARY
-        run(self._command("link", " ".join(map(shlex.quote, objects)), shlex.quote(str(library))), target)
-        return library, compiled
+        with self.places:
+            run(self._command("link", " ".join(map(shlex.quote, objects)), shlex.quote(str(library))), target)
+        return library, sum(fresh for _, fresh in made.values())
+
+    def reach(self, edited: Collection[str]) -> int:
+        """How many sources read one of these files, paths below ``csrc/``."""
+        return len(self._reading(edited))
+
+    def _reading(self, edited: Collection[str]) -> list[Unit]:
+        return [unit for unit in self._units if not self._reads[unit].isdisjoint(edited)]
 
     def scratch(self, name: str) -> tempfile.TemporaryDirectory[str]:
         """A folder for one edited copy, of a name that no other run uses."""
@@ -133,7 +153,8 @@ class Workshop:
                 return path, False
             part = self._objects / f".{key}.{os.getpid()}.o"
             command = self._command(unit.rule, shlex.quote(str(csrc / unit.source)), shlex.quote(str(part)))
-            run(command, self.folder)
+            with self.places:
+                run(command, self.folder)
             part.with_name(part.name + ".d").unlink(missing_ok=True)
             os.replace(part, path)
         return path, True

@@ -13,7 +13,7 @@ import math
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from fractions import Fraction
 from pathlib import Path
@@ -29,7 +29,7 @@ from harness.mutants import run as mutants_run
 from harness.mutants import syntax
 from harness.mutants.build import CompileError, Workshop
 from harness.mutants.catalogue import CSRC, CatalogueError, Fault, fraction, load, plant
-from harness.mutants.result import Result, line, summary
+from harness.mutants.result import Result, line, recorded, summary
 from harness.mutants.run import NOT_BUILT, Outcome
 from harness.sources import ROOT, describe
 from harness.toolchain import BuildError
@@ -37,27 +37,38 @@ from harness.toolchain import BuildError
 WORKERS = 2
 SAME_BYTES = "built anew it has the bytes of the unedited engine, which runs"
 HOME = ROOT / "build" / "mutants"
+EVIDENCE = {
+    "cpu": ROOT / "docs" / "evidence" / "mutants.json",
+    "cuda": ROOT / "docs" / "evidence" / "mutants-cuda.json",
+}
 
 
 def one(
-    fault: Fault, workshop: Workshop, points: Sequence[Point], paths: dict[str, Path], unedited_runs: bool = False
+    fault: Fault,
+    workshop: Workshop,
+    points: Sequence[Point],
+    paths: dict[str, Path],
+    caught_by: str = "",
+    unedited_runs: bool = False,
 ) -> Result:
     """Plant, build, run on ``points``. A fault that cannot be planted or built has an outcome that says so.
 
-    ``unedited_runs``: the unedited engine is one of the controls of this run, so that a control with the same bytes
-    need not run as well.
+    ``caught_by``: what did so before, which is tried first. ``unedited_runs``: the unedited engine is one of the
+    controls of this run, so that a control with the same bytes need not run as well.
     """
     start = time.monotonic()
     with workshop.scratch(fault.name) as folder:
         scratch = Path(folder)
         try:
-            library, _ = workshop.library(plant(fault, scratch / "csrc"), scratch, anew=fault.is_control)
+            planted, edited = plant(fault, scratch / "csrc"), {edit.file for edit in fault.edits}
+            library, _ = workshop.library(planted, scratch, anew=fault.is_control, edited=edited)
         except (CatalogueError, CompileError) as error:
             outcome = Outcome(verdict=NOT_BUILT, detail=str(error).replace(f"{scratch}/", ""))
         else:
             if fault.is_control and fault.edits and unedited_runs and _same(library, workshop, scratch / "unedited"):
                 return Result(fault, Outcome(detail=SAME_BYTES), time.monotonic() - start)
-            outcome = mutants_run.run(fault, library, mutants_run.order(fault, points), paths)
+            with workshop.places:
+                outcome = mutants_run.run(fault, library, mutants_run.order(fault, points, caught_by), paths)
     return Result(fault, outcome, time.monotonic() - start)
 
 
@@ -95,6 +106,12 @@ def _parser() -> Parser:
     parser.add_argument("--compile-only", action="store_true", help="see whether they compile, many at once; run none")
     parser.add_argument("--json", action="store_true", help="the records on stdout, everything else on stderr")
     parser.add_argument("--out", type=output, metavar="FILE", help="write the records there, each as it ends")
+    parser.add_argument(
+        "--known",
+        type=Path,
+        metavar="FILE",
+        help="records of an earlier run: what caught a fault is tried first (default: the one in docs/evidence)",
+    )
     return parser
 
 
@@ -137,7 +154,9 @@ def main(argv: Sequence[str]) -> int:
             return compile_only(faults, options.device, options.json, say)
         points = expected([options.device])
         paths = bundles.ensure(list(dict.fromkeys(point.config for point in points)), say=say)
-        results = run_all(faults, Workshop(options.device, HOME), points, paths, options.workers, say, keep)
+        known = recorded(options.known or EVIDENCE[options.device], must_be=options.known is not None)
+        workshop = Workshop(options.device, HOME, options.workers)
+        results = run_all(faults, workshop, points, paths, known, options.workers, say, keep)
     except (CatalogueError, MatrixError, BuildError, BundleError, ValueError, ZeroDivisionError) as error:
         print(f"kdtree mutants: {error}", file=sys.stderr)
         return INFRASTRUCTURE
@@ -168,21 +187,30 @@ def run_all(
     workshop: Workshop,
     points: Sequence[Point],
     paths: dict[str, Path],
+    known: Mapping[str, str],
     workers: int,
     say: bundles.Say,
     keep: Callable[[Sequence[Result]], None],
 ) -> list[Result]:
-    """Every fault, ``workers`` at a time, each told of as it ends; in the order given. ``keep`` gets those that have
-    ended, after each: a run of hours that is cut off has shown something."""
+    """Every fault, ``workers`` at a time, each told of as it ends; in the order given. ``known``: what caught a fault
+    before. ``keep`` gets those that have ended, after each: a run of hours that is cut off has shown something."""
     mutants_run.serve()
     start, lock = time.monotonic(), threading.Lock()
     results: dict[str, Result] = {}
     unedited_runs = any(fault.is_control and not fault.edits for fault in faults)
-    # The unedited engine is the longest run, so it starts first; its objects serve an edited control, which comes last.
-    queue = sorted(faults, key=lambda fault: fault.is_control and bool(fault.edits))
+
+    def turn(fault: Fault) -> tuple[bool, float]:
+        """The unedited engine is the longest run, so it starts first; its objects serve an edited control, which comes
+        last. Of faults the first are those with most to compile: one such at the end would be waited for."""
+        if fault.is_control:
+            return bool(fault.edits), -math.inf
+        return False, -workshop.reach({edit.file for edit in fault.edits})
+
+    queue = sorted(faults, key=turn)
     with ThreadPoolExecutor(max(1, workers)) as pool:
         waiting: list[Future[Result]] = [
-            pool.submit(one, fault, workshop, points, paths, unedited_runs) for fault in queue
+            pool.submit(one, fault, workshop, points, paths, known.get(fault.name, ""), unedited_runs)
+            for fault in queue
         ]
         try:
             for future in as_completed(waiting):

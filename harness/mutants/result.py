@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from harness.bundles import cache_folder
-from harness.mutants.catalogue import Fault
+from harness.files import said
+from harness.mutants.catalogue import CatalogueError, Fault
 from harness.mutants.run import NOT_BUILT, Outcome
 from harness.sources import ROOT
 
@@ -60,6 +63,23 @@ class Result:
             "operation_named": self.located,
             "seconds": round(self.seconds, 2),
         }
+
+
+def recorded(path: Path, *, must_be: bool) -> dict[str, str]:
+    """What caught each fault of a record, by name: empty where it is missing and need not be.
+
+    Raises CatalogueError for one that is missing or malformed.
+    """
+    if not must_be and not path.exists():
+        return {}
+    try:
+        entries = json.loads(path.read_text("utf-8"))
+        return {str(entry["name"]): str(entry["caught_by"]) for entry in entries}
+    except OSError as error:
+        raise CatalogueError(said(error)) from None
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise CatalogueError(f"{path}: not a record of `kdtree mutants --out`: {reason}") from None
 
 
 def line(result: Result) -> str:

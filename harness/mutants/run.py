@@ -29,6 +29,7 @@ LOADER = "loader"
 """The name under which the hostile files are run."""
 OPERATIONS = "operations"
 """The name under which the tests of single operations are run: what is too small to show in a whole model."""
+TESTS = ROOT / "tests" / "engine"
 CELL_SECONDS = 60.0  # a cell takes 1.3 s; a machine shared with compilers may be many times slower
 SILENCE_SECONDS = 400.0  # without a report: a cell, its grace and its trace, or the operations on a busy machine
 THREADS = 4  # also on machines with fewer processors, so that threads interleave
@@ -57,9 +58,21 @@ class Outcome:
     """Cells and loader runs, the failed one included."""
 
 
-def order(fault: Fault, points: Sequence[Point]) -> list[str]:
-    """Everything that may catch ``fault``, what is likely to first: cell ids, `LOADER` and `OPERATIONS`."""
+def order(fault: Fault, points: Sequence[Point], caught_by: str = "") -> list[str]:
+    """Everything that may catch ``fault``, what is likely to first: cell ids, `LOADER` and `OPERATIONS`.
 
+    ``caught_by``: what did so in an earlier run (`Outcome.caught_by`), which comes before all else: a cell, the loader,
+    or one test of the operations, which then comes once more among all of them.
+    """
+    names = _by_likelihood(fault, points)
+    place, _, check = caught_by.partition(": ")
+    test = check.removesuffix(": crash").removesuffix(": hang")
+    if place == OPERATIONS and "::" in test and (TESTS / test.partition("::")[0]).is_file():
+        return [f"{OPERATIONS}: {test}", *names]
+    return [place, *(name for name in names if name != place)] if place in names else names
+
+
+def _by_likelihood(fault: Fault, points: Sequence[Point]) -> list[str]:
     def rank(point: Point) -> tuple[int, ...]:
         likely = [point.decoder == "ddtree"] if fault.group in ("trees", "drafter") else [point.decoder == "ar"]
         precision = {"int4": "int4", "kernels": "int4", "bf16": "bf16"}.get(fault.group, "fp32")
@@ -140,10 +153,11 @@ def _child(report: Connection, device: str, isa: str, library: str, names: list[
     runner = Runner("csrc", bundles, seconds=CELL_SECONDS, host="", worker="")
     for name in names:
         report.send(("start", name))
-        if name == LOADER:
+        place, _, test = name.partition(": ")
+        if place == LOADER:
             failed = _loader(device, bundles, report)
-        elif name == OPERATIONS:
-            failed = _operations(device)
+        elif place == OPERATIONS:
+            failed = _operations(device, test)
         else:
             failed = _cell(runner, name, report)
         if failed is not None:
@@ -189,16 +203,17 @@ class _FirstFailure:
             self.detail = next((line[2:] for line in report.longreprtext.splitlines() if line.startswith("E ")), "")
 
 
-def _operations(device: str) -> dict[str, Any] | None:
+def _operations(device: str, test: str) -> dict[str, Any] | None:
+    """All tests of operations up to the first that fails, or one alone, which an earlier run knew and may be gone."""
     import pytest
 
     first = _FirstFailure()
-    tests = sorted(str(path) for path in (ROOT / "tests" / "engine").glob("test_op_*.py"))
+    tests = [str(TESTS / test)] if test else sorted(str(path) for path in TESTS.glob("test_op_*.py"))
     chosen = "cuda" if device == "cuda" else "not cuda"
     arguments = ["-x", "-q", "-k", chosen, "-p", "no:cacheprovider", "-p", "no:xdist", "--rootdir", str(ROOT)]
     with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
         status = pytest.main([*arguments, *tests], plugins=[first])
-    if status == 0:
+    if status == 0 or (test and not first.id):
         return None
     return {
         "caught_by": f"{OPERATIONS}: {Path(first.id).name or f'pytest ended with {int(status)}'}",

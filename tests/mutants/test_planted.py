@@ -15,7 +15,7 @@ from harness.mutants import command as mutants
 from harness.mutants import run as mutants_run
 from harness.mutants.build import Workshop
 from harness.mutants.catalogue import CatalogueError, Edit, Fault, load, plant
-from harness.mutants.result import Result
+from harness.mutants.result import Result, recorded
 from harness.mutants.run import LOADER, LOADER_CONFIG, NOT_BUILT, OPERATIONS, Outcome
 
 CELLS = [f"int4-ar-{LOADER_CONFIG}-cpu", f"fp32-ddtree-{LOADER_CONFIG}-noisy-cpu", LOADER]
@@ -70,6 +70,11 @@ def test_what_no_cell_sees_is_caught_by_the_operations(
     found = outcome(fault, workshop, paths, tmp_path, f"fp32-ar-{LOADER_CONFIG}-cpu", OPERATIONS)
     assert found.caught_by.startswith(f"{OPERATIONS}: test_op_")
     assert found.ran == 2
+    again = outcome(fault, workshop, paths, tmp_path / "again", *mutants_run.order(fault, [], found.caught_by))
+    assert (again.caught_by, again.ran) == (found.caught_by, 1)
+    gone = f"{OPERATIONS}: {found.caught_by.split(': ')[1].partition('::')[0]}::test_of_another_time"
+    again = outcome(fault, workshop, paths, tmp_path / "gone", gone, *CELLS[:1])
+    assert again == Outcome(ran=2), "a test that is gone shows nothing"
 
 
 @pytest.mark.slow
@@ -131,6 +136,56 @@ def test_all_cells_are_tried_before_a_fault_is_not_caught() -> None:
     assert LOADER_CONFIG in configs()
 
 
+@pytest.mark.parametrize(
+    ("caught_by", "first"),
+    [
+        ("fp32-ddtree-budget0-noisy-cpu: tokens", "fp32-ddtree-budget0-noisy-cpu"),
+        ("int4-ar-budget0-cpu: hang", "int4-ar-budget0-cpu"),
+        ("loader: tensor_twice", LOADER),
+        ("operations: test_op_mla.py::test_rows[cpu-3]", "operations: test_op_mla.py::test_rows[cpu-3]"),
+        ("operations: test_op_mla.py::test_rows[cpu-3]: crash", "operations: test_op_mla.py::test_rows[cpu-3]"),
+        ("operations: pytest ended with 2", OPERATIONS),
+        ("operations: test_op_gone.py::test_x", OPERATIONS),
+    ],
+)
+def test_what_caught_it_before_is_tried_first_and_nothing_is_left_out(caught_by: str, first: str) -> None:
+    points, fault = expected(["cpu"]), BY_NAME["position_by_row"]
+    names = mutants_run.order(fault, points, caught_by)
+    assert names[0] == first
+    assert set(names) == {first, *mutants_run.order(fault, points)}
+    assert len(names) == len(set(names))
+    assert [name for name in names if name != first] == [n for n in mutants_run.order(fault, points) if n != first]
+
+
+@pytest.mark.parametrize("caught_by", ["", "fp32-ar-of_another_time-cpu: tokens"])
+def test_what_is_not_there_changes_no_order(caught_by: str) -> None:
+    points, fault = expected(["cpu"]), BY_NAME["position_by_row"]
+    assert mutants_run.order(fault, points, caught_by) == mutants_run.order(fault, points)
+
+
+def test_a_record_says_what_caught_each_fault(tmp_path: Path) -> None:
+    path = tmp_path / "mutants.json"
+    assert recorded(path, must_be=False) == {}
+    with pytest.raises(CatalogueError, match=r"mutants\.json: No such file"):
+        recorded(path, must_be=True)
+    found = Outcome("fp32-ar-tiny-cpu: tokens", "FAIL_TOKENS", ran=3)
+    path.write_text(json.dumps([Result(BY_NAME["tensor_twice"], found, 1.0).record()]))
+    assert recorded(path, must_be=True) == {"tensor_twice": found.caught_by}
+    for text in ("{", '{"a": 1}', "[1]", '[{"name": "x"}]'):
+        path.write_text(text)
+        with pytest.raises(CatalogueError, match="not a record of"):
+            recorded(path, must_be=False)
+
+
+def test_the_committed_records_name_what_is_there() -> None:
+    """Of most faults: a record is older than the catalogue, but one that knew nothing would cost an hour."""
+    for device, path in mutants.EVIDENCE.items():
+        points = expected([device])
+        ids = {point.id for point in points}
+        places = [text.partition(": ")[0] for text in recorded(path, must_be=True).values()]
+        assert sum(place in {*ids, LOADER, OPERATIONS, ""} for place in places) > 0.9 * len(places)
+
+
 @pytest.mark.slow
 def test_exit_statuses(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """0 all caught and controls passed; 1 a fault passed or a control failed; 3 the catalogue does not fit or build."""
@@ -139,7 +194,8 @@ def test_exit_statuses(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFi
 
     def run(**by_name: Outcome) -> int:
         monkeypatch.setattr(mutants, "one", lambda f, *_: Result(f, by_name.get(f.name, missed), 1.0))
-        monkeypatch.setattr(mutants, "Workshop", lambda *_: type("W", (), {"prune": lambda self: None})())
+        workshop = {"prune": lambda self: None, "reach": lambda self, edited: 1}
+        monkeypatch.setattr(mutants, "Workshop", lambda *_: type("W", (), workshop)())
         return mutants.main(["-k", "unedited or tensor_twice", "--workers", "1"])
 
     assert run(tensor_twice=caught) == 0
@@ -171,7 +227,7 @@ def test_what_has_ended_is_kept_when_a_run_is_cut_off(monkeypatch: pytest.Monkey
         return Result(fault, Outcome(ran=9), 1.0)
 
     monkeypatch.setattr(mutants, "one", one)
-    monkeypatch.setattr(mutants, "Workshop", lambda *_: None)
+    monkeypatch.setattr(mutants, "Workshop", lambda *_: type("W", (), {"reach": lambda self, edited: 1})())
     out = tmp_path / "records.json"
     with pytest.raises(KeyboardInterrupt):
         mutants.main(["-k", "unedited or tensor_twice", "--workers", "1", "--out", str(out)])

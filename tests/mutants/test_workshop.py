@@ -13,6 +13,7 @@ from harness.mutants import build as mutants_build
 from harness.mutants import catalogue, command
 from harness.mutants.build import CompileError, Unit, Workshop
 from harness.mutants.catalogue import Edit, Fault
+from harness.mutants.result import Result
 from harness.mutants.run import Outcome
 
 NINJA = """\
@@ -96,6 +97,49 @@ def test_what_an_edit_does_not_reach_is_not_compiled(tree: Path, tmp_path: Path)
         workshop.library(tree, tmp_path / "e")
 
 
+def test_only_what_reads_an_edited_file_is_looked_at(tree: Path, tmp_path: Path) -> None:
+    """And what the real build has no object of; several sources are compiled side by side."""
+    workshop = Workshop("cpu", tmp_path / "home", 2)
+    assert (workshop.reach({"cpu/deep.h"}), workshop.reach({"one.cpp", "cpu/two.cpp"}), workshop.reach({"x"})) == (
+        1,
+        2,
+        0,
+    )
+    for name in ("one", "two"):
+        source = tree / ("one.cpp" if name == "one" else "cpu/two.cpp")
+        target = tree.parent / "real" / f"{name}.o"
+        subprocess.run(["c++", "-c", "-fPIC", str(source), "-o", str(target)], check=True)
+    (tree / "cpu" / "deep.h").write_text("#define DEEP 3\n")
+    (tree / "cpu" / "two.cpp").write_text('extern "C" int two() { return 9; }\n')
+    made, compiled = workshop.library(tree, tmp_path / "a", edited={"cpu/deep.h"})
+    assert (compiled, ctypes.CDLL(str(made)).one(), ctypes.CDLL(str(made)).two()) == (1, 3, 2)
+    made, compiled = workshop.library(tree, tmp_path / "b", edited={"cpu/deep.h", "cpu/two.cpp"})
+    assert (compiled, ctypes.CDLL(str(made)).one(), ctypes.CDLL(str(made)).two()) == (1, 3, 9)
+    (tree.parent / "real" / "two.o").unlink()
+    assert workshop.library(tree, tmp_path / "c", edited={"one.cpp"})[1] == 0, "both are among the objects made here"
+
+
+def test_faults_with_most_to_compile_come_first_and_controls_at_the_ends(tree: Path, tmp_path: Path) -> None:
+    """The unedited engine runs longest, an edited control uses its objects."""
+    workshop, began = Workshop("cpu", tmp_path / "home", 1), []
+
+    def one(fault: Fault, *_: object) -> Result:
+        began.append(fault.name)
+        return Result(fault, Outcome("x: y"), 1.0)
+
+    def fault(name: str, *files: str, group: str = "int4") -> Fault:
+        return Fault(name, group, "", tuple(Edit(file, "a", "b") for file in files))
+
+    faults = [fault("spaced", "one.cpp", group="controls"), fault("unedited", group="controls")]
+    faults += [fault("small", "one.cpp"), fault("none", "x"), fault("large", "one.cpp", "cpu/two.cpp")]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(command, "one", one)
+        patch.setattr(command.mutants_run, "serve", lambda: None)
+        results = command.run_all(faults, workshop, [], {}, {}, 1, lambda text: None, lambda results: None)
+    assert began == ["unedited", "large", "small", "none", "spaced"]
+    assert [result.fault.name for result in results] == [fault.name for fault in faults]
+
+
 @pytest.mark.slow
 def test_headers_are_read_ahead_where_the_real_build_does_so(
     tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -139,7 +183,7 @@ def test_a_control_with_the_bytes_of_the_unedited_engine_does_not_run_again(
 
     def outcome(name: str, group: str, replace: str, unedited_runs: bool) -> Outcome:
         fault = Fault(name, group, "", (Edit("one.cpp", "return VALUE;", replace),))
-        return command.one(fault, workshop, [], {}, unedited_runs).outcome
+        return command.one(fault, workshop, [], {}, "", unedited_runs).outcome
 
     assert outcome("space", "controls", "return  VALUE ; /* value */", True) == Outcome(detail=command.SAME_BYTES)
     assert ran == []
