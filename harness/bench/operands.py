@@ -101,15 +101,38 @@ class Bench:
 
         place = 6 if case.op == "moe_block" else 3
         ids = [given[place] for given in every if case.experts and "moe" in case.op]
+        return Calls([self._call(operation, given) for given in every], every, size, ids)
 
-        def call(given: list[Any]) -> Call:
-            def run() -> None:
-                with named_errors():
-                    operation(self.handle, *given)
+    def _call(self, operation: Callable[..., Any], given: list[Any]) -> Call:
+        def run() -> None:
+            with named_errors():
+                operation(self.handle, *given)
 
-            return run
+        return run
 
-        return Calls([call(given) for given in every], every, size, ids)
+    def without_tree(self, case: Case, made: Calls) -> dict[str, list[Call]]:
+        """What a tree's attention is to be compared with: ``made``'s calls on the same memory, no row of a step seen.
+
+        ``no-tree``: every row sees as many keys as its path gives it, all of them committed ones in a row.
+        ``dense``: every row sees the T committed keys alone.
+        Nothing for other operations and for one row.
+        """
+        if case.op != "mla_attention" or case.M == 1:
+            return {}
+        depths, _ = paths(binary_parents(case.M), case.M)
+        levels = 1 + int(depths.max())
+
+        def altered(given: list[Any], committed: int, seen: I32) -> Call:
+            """A row sees ``kv_len`` + its depth + 1 keys, so a depth below 0 leaves out the row itself too."""
+            rows, state = list(given[-2]), self._state(case, kv_len=committed)
+            rows[2] = self._ints(seen)
+            return self._call(self.lib.mla_attention, [*given[:-2], rows, state])
+
+        alone = np.full(case.M, -1, np.int32)
+        return {
+            "no-tree": [altered(given, case.T + levels, depths - levels) for given in made.arguments],
+            "dense": [altered(given, case.T, alone) for given in made.arguments],
+        }
 
     def timed(self, calls: Sequence[Call], seconds: float) -> clock.Timing:
         """Of calls made here: on a GPU noted as a sequence and replayed as the engine replays its steps."""

@@ -20,6 +20,8 @@ Say = Callable[[str], None]
 COLD = 4  # times the last cache that operands rotate over
 TURNS = {"cpu": 5, "cuda": 1}
 """A case, its floor and its peers take turns, so many: a CPU's memory serves others too, who come and go."""
+TREE_TURNS = 4
+"""Of attention on a GPU, whose clock falls where it comes to the card's power limit: two per cent are looked for."""
 SETTLE = 0.2  # seconds until the threads of a peer, which look on for work for a while, sleep
 SHARE_OF_MEMORY = 0.25  # of what is free, for the operands of one case
 
@@ -67,10 +69,12 @@ def free_bytes(device: str) -> int:
 
 def measure(bench: Bench, case: Case, limits: Ceilings, present: Sequence[Peer], seconds: float) -> Line:
     """Time one case and whoever else can do it, in TURNS. Raises EngineError, MeasureError."""
-    timer, turns = clock.clock(bench.device), TURNS[bench.device]
+    timer = clock.clock(bench.device)
     rotate = min(COLD * limits.cache_bytes, int(SHARE_OF_MEMORY * free_bytes(bench.device)))
     made = bench.calls(case, rotate)
     copies = len(made.calls)
+    bare = bench.without_tree(case, made) if bench.device == "cuda" else {}
+    turns = TREE_TURNS if bare else TURNS[bench.device]
     rotated = copies * made.bytes_each  # also with fewer samples: making the copies touched every one
     served: dict[str, Sequence[clock.Call]] = {}
     own: list[clock.Timing] = []
@@ -78,9 +82,11 @@ def measure(bench: Bench, case: Case, limits: Ceilings, present: Sequence[Peer],
     of_peers: dict[str, list[float]] = {}
     errors: dict[str, str] = {}
     for turn in range(turns):
-        if turn > 0 and served:
+        if turn > 0 and served and bench.device == "cpu":
             time.sleep(SETTLE)
         own.append(bench.timed(made.calls, seconds / turns))
+        for name, twin in bare.items():
+            of_peers.setdefault(name, []).append(bench.timed(twin, seconds / turns).us)
         todo = work.of(case, made.distinct())
         floors.append(limits.floor_us(todo.bytes))
         for peer in present:

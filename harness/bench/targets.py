@@ -55,6 +55,10 @@ TARGETS = (
     Target("cuda", "k26-mla_attention-bf16-t4096-*", UP_TO_16, peers=(("flash-mla", 1.5),)),
     Target("cuda", "k26-mla_attention-bf16-t32768-*", (16, 64), peers=(("flash-mla", 0.95),)),
     Target("cuda", "k26-mla_attention-bf16-t131072-*", (16, 64), peers=(("flash-mla", 0.95),)),
+    *(
+        Target("cuda", f"k26-mla_attention-bf16-t{keys}-*", (16, 64), peers=(("no-tree", 0.98),))
+        for keys in (1024, 4096, 32768)
+    ),
     Target("cuda", "k26-tree_build-*-b16-*", us=12.0),
     Target("cuda", "k26-tree_build-*-b64-*", us=18.0),
     Target("cuda", "k26-accept-*", us=10.0),

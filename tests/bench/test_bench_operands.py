@@ -154,6 +154,26 @@ def test_mla_attention_over_the_tree(bench: Bench, kind: str) -> None:
         near(out[row], p / p.sum(-1, keepdims=True) @ latent[seen], kind.rstrip("-"), 4e-3)
 
 
+@pytest.mark.parametrize("kind", ["", "bf16-"])
+def test_mla_attention_without_its_tree(bench: Bench, kind: str) -> None:
+    """The same number of keys in `no-tree` as in the tree, none of the step's rows' own keys in either."""
+    case = one(f"tiny-mla_attention-{kind}t64-h4-m8")
+    made = bench.calls(case, 1)
+    _, scale, q, q_rope, latent, k_rope, _, _, rows, _ = (_numpy(item) for item in made.arguments[1])
+    seen = {"no-tree": 64 + rows[2] + 1, "dense": np.full(8, 64)}
+    bare = bench.without_tree(case, made)
+    assert list(bare) == list(seen)
+    for name, calls in bare.items():
+        calls[1]()
+        out = _numpy(made.arguments[1][6])
+        for row, keys in enumerate(seen[name]):
+            score = scale * (q[row] @ latent[:keys].T + q_rope[row] @ k_rope[:keys].T)
+            p = np.exp(score - score.max(-1, keepdims=True))
+            near(out[row], p / p.sum(-1, keepdims=True) @ latent[:keys], kind.rstrip("-"), 4e-3)
+    assert not bench.without_tree(one("tiny-mla_attention-t64-h4-m1"), made)
+    assert not bench.without_tree(one("tiny-linear-f32-k64-n128-m8"), made)
+
+
 def test_mla_prepare_absorbs_the_query(bench: Bench) -> None:
     case = one("tiny-mla_prepare-t64-h4-m8")
     given = run(bench, case)
