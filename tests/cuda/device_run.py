@@ -5,8 +5,8 @@
 Stages run in the order below, most telling first; one that fails or runs out of time does not keep the others from
 running. Bundles of real sizes are made beside the first ones. OUT gets ``summary.json`` (status, seconds and last lines
 of every stage), ``logs.tar.gz`` (whole outputs), and what stages measured, named after them: ``matrix.json`` and the
-other ledgers, ``mutants.json``, ``latency.json``, ``bench.json``, ``pairs.json``, ``ranks.json``. Stages for two GPUs
-are left out where there is one. Exit status 0 when every stage that ran succeeded, 1 otherwise.
+other ledgers, ``mutants.json``, ``broken.json``, ``pairs.json``, ``latency.json``, ``bench.json``, ``ranks.json``.
+Stages for two GPUs are left out where there is one. Exit status 0 when every stage that ran succeeded, 1 otherwise.
 """
 
 from __future__ import annotations
@@ -109,6 +109,7 @@ def stages(out: Path, scratch: Path) -> dict[str, Stage]:
         "scale": Stage(matrix("scale", "-n", "1", "--scale", "-k", " or ".join(SCALE)), 400),
         "scale-generic": Stage(matrix("scale-generic", "-n", "1", "--scale", "-k", "k26_bf16"), 300, GENERIC),
         "mutants": Stage(faults(), 500),
+        "broken": Stage([*module, "tests.cuda.broken", "--workers", "12", "--json", str(out / "broken.json")], 240),
         "latency": Stage([*module, "tests.cuda.latency", "--profile", "--json", str(out / "latency.json")], 120),
         "memcheck": Stage(sanitize("memcheck", "--leak-check", "no"), 400),
         "synccheck": Stage(sanitize("synccheck"), 400),

@@ -27,7 +27,7 @@ def cuda() -> Iterator[Operations]:
 
 RANK, NOPE, ROPE, V = 512, 128, 64, 128
 SCALE = 0.1446796
-UNWRITTEN = 0x7FFF  # NaN
+UNWRITTEN = 0x7FA5  # a NaN that no arithmetic gives
 Tensor = Any
 
 

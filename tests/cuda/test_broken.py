@@ -1,0 +1,85 @@
+"""The breaks that GPU tests have to notice: they fit the sources, leave no test out, and what passes is told of."""
+
+from __future__ import annotations
+
+import ast
+import tempfile
+import threading
+from pathlib import Path
+
+import pytest
+
+from harness.mutants.catalogue import Edit, Fault, edited
+from tests.cuda import broken, pairs
+from tests.cuda.broken import Break, breaks
+from tests.cuda.conftest import NEED_A_GPU
+
+UNBROKEN = {
+    "test_backend.py::test_a_lost_context_is_named",
+    "test_backend.py::test_debug_build_says_what_was_violated",
+    "test_backend.py::test_memory_and_steps_from_cpp",
+    "test_cluster.py::test_the_barrier_of_a_cluster",
+}
+"""Tests that build the checkout, or load it in a process of their own, and so never see a planted library."""
+
+
+def functions() -> set[str]:
+    found = set()
+    for name in NEED_A_GPU:
+        for node in ast.parse((broken.HERE / name).read_text("utf-8")).body:
+            if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
+                found.add(f"{name}::{node.name}")
+    return found
+
+
+def test_breaks_fit_the_sources_and_leave_no_test_out() -> None:
+    named = set()
+    for b in breaks():
+        assert edited(b.fault), b.fault.says
+        assert b.tests or b.pairs, b.fault.says
+        assert set(b.pairs) <= set(pairs.shapes())
+        named |= {test.partition("[")[0] for test in b.tests}
+    assert named == functions() - UNBROKEN
+    kinds = {"linear-int4", "linear-bf16", "experts-int4", "router-product", "router-choice", "mla-t1024", "mla-t4096"}
+    shapes = {shape for b in breaks() for shape in b.pairs}
+    assert all(any(shape.startswith(kind) for shape in shapes) for kind in kinds)
+
+
+@pytest.mark.parametrize("entry", ["- {says: x, tests: [a]}", "- {fault: no_such_fault}", "- {fault: a, edits: []}"])
+def test_an_entry_that_is_none_is_told_of(tmp_path: Path, entry: str) -> None:
+    path = tmp_path / "breaks.yaml"
+    path.write_text(entry)
+    with pytest.raises((ValueError, KeyError)):
+        breaks(path)
+
+
+class Workshop:
+    """Builds nothing: a library that cannot be loaded."""
+
+    places = threading.Semaphore(1)
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def scratch(self, name: str) -> tempfile.TemporaryDirectory[str]:
+        return tempfile.TemporaryDirectory(prefix=name, dir=self.folder)
+
+    def library(self, csrc: Path, target: Path, *, edited: set[str]) -> tuple[Path, int]:
+        return target / "none.so", len(edited)
+
+
+@pytest.mark.slow
+def test_what_passes_and_what_is_not_there_has_not_noticed(tmp_path: Path) -> None:
+    passes = "test_pairs.py::test_every_shape_of_the_table_is_among_them"
+    fault = Fault("made_here", "breaks", "made for a test", (Edit("cuda/rows.cu", "tokens[m]", "tokens[0]"),))
+    workshop = Workshop(tmp_path)
+    found = broken.one(Break(fault, (passes,), ("router-choice",)), workshop)  # type: ignore[arg-type]
+    assert found.how == {passes: broken.PASSES, "router-choice": broken.FAILS}
+    assert "none.so" in found.said["router-choice"]
+    assert not found.good
+    gone = broken.one(Break(fault, ("test_pairs.py::test_gone",), ()), workshop)  # type: ignore[arg-type]
+    assert gone.how == {"test_pairs.py::test_gone": broken.MISSING}
+    assert not gone.good
+    noticed = broken.one(Break(fault, (), ("router-choice",)), workshop)  # type: ignore[arg-type]
+    assert noticed.good
+    assert "made_here: made for a test" in broken.text(noticed)
