@@ -41,6 +41,10 @@ OBSTACLE = pytest.StashKey[str]()
 """Why the run cannot start."""
 STOPPED = pytest.StashKey[bool]()
 """The run has ended before its first test, and why has been told."""
+NOT_FOUND = pytest.StashKey[str]()
+"""What the arguments name and no worker found."""
+TOLD = "kdtree_not_found"
+"""In what a worker hands back: xdist shows nobody why a worker could not collect."""
 CellRun = Callable[[str], Cell]
 
 
@@ -144,6 +148,7 @@ def _plan(config: pytest.Config) -> None:
     if _is_worker(config) or config.getoption("collectonly"):
         return
     try:
+        _exist(config)
         run = config.stash[RUN] = _make_run(config)
         wanted = config.getoption("numprocesses", None)
         if run is not None and run.gpus and wanted:
@@ -152,6 +157,33 @@ def _plan(config: pytest.Config) -> None:
             config.option.numprocesses = run.workers(wanted)
     except Infrastructure as error:
         config.stash[OBSTACLE] = str(error)
+
+
+def _exist(config: pytest.Config) -> None:
+    """Told before anything is built. Raises Infrastructure."""
+    for argument in map(str, config.args):
+        path = config.invocation_params.dir / argument.partition("::")[0]
+        if not (config.getoption("pyargs") or path.exists()):
+            raise Infrastructure(f"{argument}: no such file or directory")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection(session: pytest.Session) -> Generator[None, object, object]:
+    """In a worker: hand on what it could not find, a test that a file does not have."""
+    try:
+        return (yield)
+    except pytest.UsageError as error:
+        if _is_worker(session.config):
+            session.config.workeroutput[TOLD] = "; ".join(map(str, error.args))  # type: ignore[attr-defined]
+        raise
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any, error: object) -> None:
+    """xdist, in the controller: a worker has ended."""
+    told = getattr(node, "workeroutput", {}).get(TOLD)
+    if told:
+        node.config.stash[NOT_FOUND] = told
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
@@ -305,11 +337,13 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     if _is_worker(session.config) or session.config.getoption("collectonly"):
         return
     run = session.config.stash.get(RUN, None)
+    if NOT_FOUND in session.config.stash:
+        exitstatus = INFRASTRUCTURE
     if run is not None:
         statuses = {exit_status(run.finish()), int(exitstatus)}
         # 5 is pytest's "nothing collected": the ledger says the same with a better reason
         session.exitstatus = next(status for status in (4, 3, 1, 2, 0) if status in statuses or status == 0)
-    elif exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED:
+    elif exitstatus in (pytest.ExitCode.NO_TESTS_COLLECTED, INFRASTRUCTURE):
         session.exitstatus = INFRASTRUCTURE
 
 
@@ -320,5 +354,7 @@ def pytest_terminal_summary(terminalreporter: Any, exitstatus: int, config: pyte
         for line in ledgers.summary(run.ledger):
             terminalreporter.write_line(line)
         terminalreporter.write_line(f"ledger: {run.path}")
+    if NOT_FOUND in config.stash:
+        terminalreporter.write_line(f"kdtree: {config.stash[NOT_FOUND]}")
     elif run is None and exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED and config.getoption("keyword"):
         terminalreporter.write_line(f"kdtree: -k {config.getoption('keyword')!r} matches no cell and no test")

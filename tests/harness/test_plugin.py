@@ -174,6 +174,24 @@ def test_what_cannot_run_ends_with_3_and_no_ledger(
     assert not (tmp_path / "one").exists()
 
 
+@pytest.mark.parametrize("workers", ["0", "2"])
+def test_a_file_that_is_not_there_is_named_before_anything_is_built(
+    start: Command, tmp_path: Path, workers: str
+) -> None:
+    there = "tests/test_matrix.py"
+    done = start("pytest", "-n", workers, "--run-dir", str(tmp_path / "one"), there, "tests/nosuch.py")
+    assert (done.returncode, done.stderr) == (3, "kdtree: tests/nosuch.py: no such file or directory\n")
+    assert not (tmp_path / "one").exists()
+
+
+@pytest.mark.slow
+def test_a_test_that_no_worker_finds_is_named(start: Command) -> None:
+    done = start("pytest", "-p", "no:cacheprovider", "-n", "2", "tests/harness/test_rounding.py::nosuch")
+    assert done.returncode == 3, done.stdout + done.stderr
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("kdtree: ")]
+    assert "test_rounding.py::nosuch" in line
+
+
 @pytest.mark.slow
 def test_a_required_gpu_that_is_not_there_ends_with_3(
     run: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
