@@ -12,6 +12,7 @@ import json
 import os
 import sys
 import textwrap
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, cast
@@ -234,7 +235,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return INFRASTRUCTURE
     except ModuleNotFoundError as error:
         if (ROOT / (error.name or "").partition(".")[0]).is_dir():
-            raise  # one of ours: a fault of the checkout, whose place matters
+            return _unforeseen(arguments[0])  # one of ours: a fault of the checkout, whose place matters
         print(
             f"kdtree {arguments[0]}: {error.name} is not installed for {sys.executable}; `{sys.executable} -m harness "
             "doctor` says what is missing and how to get it, and nox installs it",
@@ -244,6 +245,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("kdtree: interrupted", file=sys.stderr)
         return INCOMPLETE
+    except Exception:
+        return _unforeseen(arguments[0])
+
+
+def _unforeseen(command: str) -> int:
+    """Python's own status for a traceback, 1, would say that a cell failed."""
+    traceback.print_exc()
+    print(f"kdtree {command}: a fault of kdtree itself, and no verdict on the engine", file=sys.stderr)
+    return INFRASTRUCTURE
 
 
 def _usable_streams() -> None:

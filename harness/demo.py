@@ -188,6 +188,27 @@ def _budget(text: str) -> int | None:
     return None if text == "auto" else int(text)
 
 
+def _precisions(config: recipe.Recipe, asked: str | None) -> list[str]:
+    """Those to show: the one asked for, or what the config has of FP32 and INT4. Raises RequestError."""
+    found = [p for p in ([asked] if asked else F32_PRECISIONS) if p in config.precisions]
+    if not found:
+        has = ", ".join(config.precisions)
+        raise RequestError(f"--precision {asked or F32_PRECISIONS[0]}: config {config.name} has {has}")
+    return found
+
+
+def _drafters(config: recipe.Recipe, asked: Sequence[str] | None) -> list[str]:
+    """Those asked for, or the config's first. Raises RequestError."""
+    known = config.run.drafters
+    for drafter in asked or ():
+        if drafter not in known:
+            has = ", ".join(known)
+            raise RequestError(f"--drafter {drafter}: config {config.name} has {has} (run.drafters of its file)")
+    if not known:
+        raise RequestError(f"config {config.name} records no drafter (run.drafters of its file)")
+    return list(asked or known[:1])
+
+
 def _parser() -> Parser:
     parser = Parser(
         prog="kdtree demo",
@@ -197,7 +218,7 @@ def _parser() -> Parser:
         "exit status: 0 they agree in every token and every bit, 1 they do not, 3 the demo could not run",
     )
     parser.add_argument("--config", default="tiny", help="a name of refs/configs (default: tiny)")
-    parser.add_argument("--precision", choices=PRECISIONS, help="default: fp32 and int4")
+    parser.add_argument("--precision", choices=PRECISIONS, help="default: fp32 and int4, where the config has them")
     parser.add_argument("--tokens", type=positive, default=24, help="to be decoded (default: 24)")
     parser.add_argument("--block", type=positive, default=8, help="a tree is at most block - 1 deep (default: 8)")
     parser.add_argument(
@@ -211,7 +232,7 @@ def _parser() -> Parser:
         "--drafter",
         action="append",
         choices=(*DRAFTERS, DFLASH),
-        help="oracle (default), noisy, hostile or dflash; repeatable, to compare",
+        help="default: the config's first, mostly oracle; repeatable, to compare",
     )
     parser.add_argument("--tree", action="store_true", help="show a tree of each drafter")
     parser.add_argument("--engine", default="csrc", help=ENGINE_HELP)
@@ -231,18 +252,14 @@ def main(argv: Sequence[str]) -> int:
     try:
         point = Point("fp32", "ar", options.config, "", options.device)
         config = recipe.load(options.config)
-        drafters = options.drafter or ["oracle"]
-        for drafter in drafters:
-            if drafter not in config.run.drafters:
-                has = ", ".join(config.run.drafters)
-                raise RequestError(f"--drafter {drafter}: config {config.name} has {has} (run.drafters of its file)")
+        drafters, precisions = _drafters(config, options.drafter), _precisions(config, options.precision)
         path = prepare(options.engine, [point], say)[options.config]
         engine = create(options.engine, options.device)
         is_text = bool(config.weights.checkpoint)
         rows = 1 + (costs.LIMIT if options.budget is None else options.budget)
         results: list[list[Result]] = []
         prompt: tuple[int, ...] = ()
-        for precision in [options.precision] if options.precision else F32_PRECISIONS:
+        for precision in precisions:
             golden = Golden.open(path, precision)
             session = engine.load(path, precision, max_rows=rows)
             results.append(run(session, golden, drafters, options.tokens, options.block, options.budget, is_text))

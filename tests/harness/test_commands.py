@@ -19,6 +19,8 @@ from harness import cli, doctor, engines, environment
 from harness.demo import main as demo
 from harness.files import said, write_atomic
 from harness.inspect import main as inspect
+from harness.matrix import F32_PRECISIONS, PRECISIONS, config_precisions
+from harness.prepare import Infrastructure
 from harness.reference_engine import ReferenceSession
 from harness.sources import ROOT
 from refs import kdtr
@@ -113,8 +115,24 @@ def test_a_package_that_is_not_installed_is_named_with_a_remedy(
     assert cli.main(["inspect"]) == 3
     assert f"kdtree inspect: yaml is not installed for {sys.executable}; " in capsys.readouterr().err
     monkeypatch.setattr("harness.inspect.main", broken)
-    with pytest.raises(ModuleNotFoundError):
-        cli.main(["inspect"])
+    assert cli.main(["inspect"]) == 3
+    assert "ModuleNotFoundError: No module named 'harness.gone'\nkdtree inspect: a fault" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("error", [KeyError("layers"), AssertionError(), RuntimeError("no"), RecursionError()])
+def test_a_fault_of_a_command_is_no_verdict(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Status 1 would say that a cell failed; where it happened is shown."""
+
+    def work(argv: object) -> NoReturn:
+        raise error
+
+    monkeypatch.setattr("harness.inspect.main", work)
+    assert cli.main(["inspect"]) == 3
+    text = capsys.readouterr().err
+    assert "in work\n" in text
+    assert text.endswith("kdtree inspect: a fault of kdtree itself, and no verdict on the engine\n")
 
 
 ENDED = """
@@ -164,6 +182,34 @@ def test_a_wrong_config_is_told_before_anything_is_built(
     monkeypatch.setattr("harness.prepare.create", lambda *_: pytest.fail("an engine was built"))
     assert cli.main(["demo", "--config", "nosuch"]) == 3
     assert "nosuch.yaml: file: cannot be read" in capsys.readouterr().err
+
+
+def test_the_demo_has_something_to_show_of_every_config(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def reached(*_: object) -> NoReturn:
+        raise Infrastructure("reached")
+
+    monkeypatch.setattr("harness.demo.prepare", reached)
+    for config, has in config_precisions(scale=True).items():
+        if set(has) & set(F32_PRECISIONS):
+            assert demo(["--config", config]) == 3
+            assert capsys.readouterr().err == "kdtree demo: reached\n", config
+
+
+def test_a_precision_that_a_config_lacks_is_told_before_anything_is_built(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("harness.demo.prepare", lambda *_: pytest.fail("an engine was built"))
+    lacking = 0
+    for config, has in config_precisions(scale=True).items():
+        wrong = [["--precision", p] for p in PRECISIONS if p not in has]
+        wrong += [] if set(has) & set(F32_PRECISIONS) else [[]]
+        for options in wrong:
+            assert demo(["--config", config, *options]) == 3
+            assert f"config {config} has {', '.join(has)}" in capsys.readouterr().err
+            lacking += 1
+    assert lacking > 20
 
 
 @pytest.mark.slow
