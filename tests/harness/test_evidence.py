@@ -1,0 +1,196 @@
+"""The records of measured runs in ``docs/evidence``: a page names each, it can be read, and has the page's figures."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+
+from harness.bench import tables
+from harness.mutants.catalogue import load
+from harness.sources import ROOT
+from tests.harness.test_documents import PAGES
+
+EVIDENCE = ROOT / "docs" / "evidence"
+FILES = sorted(EVIDENCE.iterdir())
+CARD = ROOT / "refs" / "text" / "README.md"
+RULE = "`python -m harness.bench.tables --write` puts the record's figures into the documents"
+
+
+def strict(text: str) -> Any:
+    """JSON as every reader takes it: NaN and infinities are Python's own."""
+
+    def refused(word: str) -> NoReturn:
+        raise ValueError(f"{word} is not JSON")
+
+    return json.loads(text, parse_constant=refused)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_a_record_is_named_by_a_page_and_readable(path: Path) -> None:
+    assert any(path.name in page.read_text("utf-8") for page in (*PAGES, CARD)), "no page names it"
+    text = path.read_text("utf-8")
+    assert strict(text) if path.suffix == ".json" else text.strip()
+
+
+def test_records_that_pages_name_are_there() -> None:
+    named = {
+        name for page in (*PAGES, CARD) for name in re.findall(r"docs/evidence/([\w.-]+)", page.read_text("utf-8"))
+    }
+    assert named - {path.name for path in FILES} == {"bench-"}  # bench-<device>.json
+
+
+def short(value: float) -> str:
+    """7.4e-6."""
+    return f"{value:.1e}".replace("e-0", "e-")
+
+
+def cells(record: Any) -> Iterator[str]:
+    passed = [cell for cell in record["cells"] if cell["verdict"] == "PASS"]
+    yield f"{len(passed)} of {len(record['expected'])} cells"
+    for precision in ("fp32", "int4"):
+        checks = [
+            (check["value"], check["allowed"])
+            for cell in passed
+            if re.match(rf"{precision}-(ar|ddtree)-", cell["id"])
+            for check in cell["checks"]
+            if check["name"] == "logits.max_abs"
+        ]
+        value, allowed = max(checks)
+        yield f"{short(value)} of {short(allowed)}"
+
+
+def latency(record: Any) -> Iterator[str]:
+    at = {name: record[name]["ms"] for name in record if name.endswith(("-24", "-400"))}
+    yield f"AR {at['fp32-ar-24']:.3f} and {at['fp32-ar-400']:.3f} ms a token"
+    yield f"DDTree with 8 nodes {at['fp32-ddtree-24']:.3f} and {at['fp32-ddtree-400']:.3f} ms a round"
+
+
+def dflash(record: Any) -> Iterator[str]:
+    name = "draft_logits_share_of_the_bound"
+    shares = [cell[name] for cell in record["cells"] if name in cell]
+    assert {cell["verdict"] for cell in record["cells"]} == {"PASS"}
+    yield f"{min(shares):.2f} to {max(shares):.2f} of their bound"
+
+
+def faults(file: str, kind: str) -> Callable[[Any], Iterator[str]]:
+    def figures(record: Any) -> Iterator[str]:
+        planted = [line for line in record if line["group"] != "controls"]
+        stated = [line for line in planted if line["operation_named"] is not None]
+        caught, named = (
+            sum(bool(line["caught_by"]) for line in planted),
+            sum(line["operation_named"] for line in stated),
+        )
+        yield f"| `docs/evidence/{file}` | {caught} of {len(planted)} of {kind} | {named} of {len(stated)} stated |"
+
+    return figures
+
+
+def catalogue(record: Any) -> Iterator[str]:
+    of_cuda = [fault for fault in load() if fault.device == "cuda"]
+    yield f"has {len(record)} of the catalogue's {len(of_cuda)}"
+
+
+def alarms(record: Any) -> Iterator[str]:
+    runs = record["runs"]
+    seconds = [run["seconds"] for run in runs]
+    green = sum(run["status"] == 0 for run in runs)
+    yield f"{len(runs)} runs of {runs[0]['expected']} cells"
+    yield f"{min(seconds):.0f} to {max(seconds):.0f} s each: {green} green"
+
+
+def acceptance(record: Any) -> Iterator[str]:
+    lines = {(line["precision"], line["budget"]): line for line in record["lines"]}
+    assert all(line["equal"] for line in lines.values())
+    for budget in sorted({budget for _, budget in lines}):
+        found = [lines[p, budget][kind] for p in ("fp32", "int4") for kind in ("tree", "chain")]
+        yield f"| {budget} | " + " | ".join(f"{one['value']:.2f} +- {one['error']:.2f}" for one in found) + " |"
+
+
+def quality(record: Any) -> Iterator[str]:
+    one = {name: f"{found['value']:.4f} +- {found['error']:.4f}" for name, found in record.items() if "bits" in name}
+    yield f"| bits per byte | {one['fp32_bits']} | {one['int4_bits']} |"
+    yield f"{one['kl_bits']} bits per byte"
+
+
+def imported(record: str) -> Iterator[str]:
+    rows = {"f32": "f32, which writes twice what it reads", "bf16": "`--matrices bf16`"}
+    for part in record.split("matrices ")[1:]:
+        words = ("import", "import / read", "import / both at once", "peak memory")
+        speed, alone, both, memory = (re.findall(rf"  {word} +([\d.]+)", part)[0] for word in words)
+        yield f"| {rows[part.partition(':')[0]]} | {speed} MB/s | {alone} | {both} | {memory} MiB |"
+
+
+def ranks(record: Any) -> Iterator[str]:
+    lines = {(line["engine"], line["M"]): line["us"] for line in record["window"]["k26_merged"]["lines"]}
+    for m in (1, 16, 64):
+        one, two = lines["one rank", m], lines["2 ranks", m]
+        yield f"| M={m} | {one:.0f} | {two:.0f} | {one / two:.2f}x |"
+    found = record["window"]["cells"]
+    yield f"{found['passed']} cells of two ranks passed through windows ({found['seconds']:.0f} s)"
+
+
+def gloo(record: Any) -> Iterator[str]:
+    yield f"{record['passed']} of {record['expected']} cells"
+
+
+def processor(record: Any) -> Iterator[str]:
+    case = {line["case"]: line for line in record["cases"]}
+    for kind, m in (("int4", 1), ("f32", 4)):
+        for k, n in ((7168, 4096), (2048, 7168)):
+            line = case[f"k26-linear-{kind}-k{k}-n{n}-m{m}"]
+            label = f"{'INT4' if kind == 'int4' else 'FP32'}, M={m}, K{k} N{n}"
+            yield f"| {label} | {line['us']:.0f} us | {line['x_floor']:.2f} | {line['peers']['ggml'] / line['us']:.2f}"
+
+
+def all_passed(record: Any) -> Iterator[str]:
+    passed = [cell["verdict"] for cell in record["cells"]].count("PASS")
+    yield f"{passed} of {len(record['expected'])} (`docs/evidence/scale-h200.json`"
+
+
+def tree(record: Any) -> Iterator[str]:
+    us = {line["M"]: line["us"] for line in record["cases"] if line["op"] == "tree_build"}
+    yield f"{us[17]:.1f} us for B = 16 and {us[65]:.1f} us for B = 64"
+
+
+FIGURES: tuple[tuple[str, str, Callable[[Any], Iterator[str]]], ...] = (
+    ("docs/cuda.md", "cuda-h200-ledger.json", cells),
+    ("docs/cuda.md", "cuda-h200-latency.json", latency),
+    ("docs/cuda.md", "cuda-h200-dflash.json", dflash),
+    ("docs/mutants.md", "mutants.json", faults("mutants.json", "the CPU")),
+    ("docs/mutants.md", "mutants-cuda.json", faults("mutants-cuda.json", "CUDA")),
+    ("docs/status.md", "mutants-cuda.json", catalogue),
+    ("docs/mutants.md", "false-alarms.json", alarms),
+    ("docs/text_model.md", "text-acceptance.json", acceptance),
+    ("refs/text/README.md", "text-quality.json", quality),
+    ("docs/import.md", "import-k26.txt", imported),
+    ("docs/ranks.md", "ranks-h200x2.json", ranks),
+    ("docs/ranks.md", "ranks-gloo.json", gloo),
+    ("docs/engine.md", "bench-cpu.json", processor),
+    ("docs/status.md", "scale-h200.json", all_passed),
+    ("docs/kernels_mla.md", "bench-cuda.json", tree),
+)
+
+
+@pytest.mark.parametrize(("page", "file", "figures"), FIGURES, ids=[f"{page}:{file}" for page, file, _ in FIGURES])
+def test_a_page_has_the_figures_of_its_record(page: str, file: str, figures: Callable[[Any], Iterator[str]]) -> None:
+    text = " ".join((ROOT / page).read_text("utf-8").replace("**", "").split())
+    record = (EVIDENCE / file).read_text("utf-8")
+    wanted = list(figures(strict(record) if file.endswith(".json") else record))
+    assert [one for one in wanted if one not in text] == [], f"{page} does not say so of {file}"
+    assert wanted
+
+
+def test_no_kernel_spills_as_the_page_says() -> None:
+    record = strict((EVIDENCE / "cuda-kernels.json").read_text("utf-8"))
+    assert "none spills" in (ROOT / "docs" / "cuda.md").read_text("utf-8")
+    assert [k for k in record["kernels"] if k["spill_stores"] or k["spill_loads"]] == []
+
+
+def test_the_tables_of_the_bench_are_those_of_its_record() -> None:
+    found = {table.head: (had, wanted) for table, had, wanted in tables.differing(strict(tables.RECORD.read_text()))}
+    assert found == {}, RULE
