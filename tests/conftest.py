@@ -13,7 +13,7 @@ import pytest
 
 from harness.sources import HOOKED
 
-pytest_plugins = ["harness.plugin", "tests.slow"]
+pytest_plugins = ["harness.workers", "harness.plugin", "tests.slow"]
 
 for name in HOOKED:  # of a git hook that runs the tests, whose repositories are others
     os.environ.pop(name, None)

@@ -13,8 +13,8 @@ from xml.etree import ElementTree
 
 import pytest
 
+from harness import asked, workers
 from harness import ledger as ledgers
-from harness import plugin
 from harness.cells import Ledger, Verdict
 from harness.matrix import SCALE
 from harness.sources import ROOT
@@ -260,9 +260,9 @@ def test_the_matrix_as_json_is_the_expected_set(start: Command) -> None:
 
 def test_large_cells_are_one_worker_s_and_nothing_else_is() -> None:
     cell = "tests/test_matrix.py::test_cell[{}]".format
-    assert {plugin.scope_of(cell(f"int4-ar-k26_{name}-cpu")) for name in ("slice", "layer")} == {SCALE}
+    assert {workers.scope_of(cell(f"int4-ar-k26_{name}-cpu")) for name in ("slice", "layer")} == {SCALE}
     for other in (cell("int4-ar-tiny-cpu"), "tests/refs/test_exact.py::test_x[k26_slice]"):
-        assert plugin.scope_of(other) == other
+        assert workers.scope_of(other) == other
 
 
 def test_the_command_of_a_ledger_names_no_folder_of_the_machine_it_ran_on() -> None:
@@ -275,4 +275,4 @@ def test_the_command_of_a_ledger_names_no_folder_of_the_machine_it_ran_on() -> N
         "-k",
         "x or y",
     ]
-    assert plugin.as_typed_here(typed) == "pytest tests/test_matrix.py --rootdir . '--run-dir=reports/a b' -k 'x or y'"
+    assert asked.as_typed_here(typed) == "pytest tests/test_matrix.py --rootdir . '--run-dir=reports/a b' -k 'x or y'"
