@@ -18,13 +18,12 @@ from typing import Any
 
 import numpy as np
 
-from harness.cells import DEVICES, FAILED, INFRASTRUCTURE, PASSED
-from harness.cli import DEVICE_HELP, ENGINE_HELP, Parser, output, positive
-from harness.engines import create
+from harness.cells import FAILED, INFRASTRUCTURE, PASSED
+from harness.cli import Parser, output, positive
 from harness.environment import environment
 from harness.files import write_atomic
-from harness.matrix import PRECISIONS, Point
-from harness.prepare import Infrastructure, prepare
+from harness.matrix import PRECISIONS
+from harness.prepare import Infrastructure, prepare_config, tell
 from harness.protocol import DecodeRequest, EngineError, OwnDrafter, Session
 from harness.quality import Estimate, estimate
 from harness.sources import describe
@@ -137,8 +136,7 @@ def _parser() -> Parser:
     parser.add_argument("--passages", type=positive, default=2, help="of each document (default: 2)")
     parser.add_argument("--prompt", type=positive, default=64, help="tokens of a prompt (default: 64)")
     parser.add_argument("--tokens", type=positive, default=96, help="to be decoded after each (default: 96)")
-    parser.add_argument("--engine", default="csrc", help=ENGINE_HELP)
-    parser.add_argument("--device", choices=DEVICES, default="cpu", help=DEVICE_HELP)
+    parser.add_engine()
     parser.add_argument(
         "--json", type=output, metavar="OUT", help="write the figures and what they depend on to this file"
     )
@@ -149,30 +147,25 @@ def main(argv: Sequence[str]) -> int:
     """See ``kdtree acceptance --help``."""
     options = _parser().parse_args(argv)
     budgets = options.budget or list(BUDGETS)
-
-    def say(line: str) -> None:
-        print(line, file=sys.stderr, flush=True)
-
     lines: list[Line] = []
     try:
         wanted = recipe.load(options.config)
         if not wanted.weights.checkpoint or wanted.drafter is None:
-            say(f"kdtree acceptance: config {options.config} has no trained weights with a drafter; text has")
+            tell(f"kdtree acceptance: config {options.config} has no trained weights with a drafter; text has")
             return INFRASTRUCTURE
-        path = prepare(options.engine, [Point("fp32", "ar", options.config, "", options.device)], say)[options.config]
-        engine = create(options.engine, options.device)
+        engine, path = prepare_config(options.engine, options.config, options.device)
         texts = checkpoint.heldout(wanted.weights.checkpoint)
         prompts = list(passages(texts, wanted.model.eos_id, options.prompt, options.passages))
         if not prompts:
-            say(f"kdtree acceptance: no held-out document has a passage of {options.prompt} tokens")
+            tell(f"kdtree acceptance: no held-out document has a passage of {options.prompt} tokens")
             return INFRASTRUCTURE
         for precision in [options.precision] if options.precision else PRECISIONS:
-            say(f"{precision}: {len(prompts)} passages, budgets {', '.join(map(str, budgets))}, on {options.device}")
+            tell(f"{precision}: {len(prompts)} passages, budgets {', '.join(map(str, budgets))}, on {options.device}")
             session = engine.load(path, precision, max_rows=max(budgets) + 1)
             lines += measure(session, precision, prompts, options.tokens, options.block, budgets)
             session.close()
     except (Infrastructure, EngineError, RefError) as error:
-        say(f"kdtree acceptance: {error}")
+        tell(f"kdtree acceptance: {error}")
         return INFRASTRUCTURE
     print(show(lines))
     if options.json:

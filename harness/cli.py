@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
-from harness.cells import FAILED, INCOMPLETE, INFRASTRUCTURE, PASSED
+from harness.cells import DEVICES, FAILED, INCOMPLETE, INFRASTRUCTURE, PASSED
 from harness.ending import as_by_ctrl_c
 from harness.files import said
 from harness.sources import ROOT
@@ -72,6 +72,11 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, prog: str, **options: Any) -> None:
         super().__init__(prog, formatter_class=_Help, **options)
+
+    def add_engine(self) -> None:
+        """The options ``--engine`` and ``--device`` of a command that runs one engine on one device."""
+        self.add_argument("--engine", default="csrc", help=ENGINE_HELP)
+        self.add_argument("--device", choices=DEVICES, default="cpu", help=DEVICE_HELP)
 
     def error(self, message: str) -> NoReturn:
         self.print_usage(sys.stderr)

@@ -19,12 +19,11 @@ import numpy as np
 
 from engine import costs
 from harness import tree_text
-from harness.cells import DEVICES, FAILED, INFRASTRUCTURE, PASSED
-from harness.cli import DEVICE_HELP, ENGINE_HELP, Parser, positive
-from harness.engines import create
+from harness.cells import FAILED, INFRASTRUCTURE, PASSED
+from harness.cli import Parser, positive
 from harness.golden import Golden
-from harness.matrix import DRAFTERS, F32_PRECISIONS, PRECISIONS, Point
-from harness.prepare import Infrastructure, prepare
+from harness.matrix import DRAFTERS, F32_PRECISIONS, PRECISIONS
+from harness.prepare import Infrastructure, prepare_config
 from harness.protocol import Decoded, DecodeRequest, Draft, EngineError, OwnDrafter, RequestError, Session
 from refs import recipe
 from refs.drafters import DFLASH
@@ -235,8 +234,7 @@ def _parser() -> Parser:
         help="default: the config's first, mostly oracle; repeatable, to compare",
     )
     parser.add_argument("--tree", action="store_true", help="show a tree of each drafter")
-    parser.add_argument("--engine", default="csrc", help=ENGINE_HELP)
-    parser.add_argument("--device", choices=DEVICES, default="cpu", help=DEVICE_HELP)
+    parser.add_engine()
     parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
     return parser
 
@@ -245,16 +243,10 @@ def main(argv: Sequence[str]) -> int:
     """See ``kdtree demo --help``."""
     parser = _parser()
     options = parser.parse_args(argv)
-
-    def say(line: str) -> None:
-        print(line, file=sys.stderr, flush=True)
-
     try:
-        point = Point("fp32", "ar", options.config, "", options.device)
         config = recipe.load(options.config)
         drafters, precisions = _drafters(config, options.drafter), _precisions(config, options.precision)
-        path = prepare(options.engine, [point], say)[options.config]
-        engine = create(options.engine, options.device)
+        engine, path = prepare_config(options.engine, options.config, options.device)
         is_text = bool(config.weights.checkpoint)
         rows = 1 + (costs.LIMIT if options.budget is None else options.budget)
         results: list[list[Result]] = []

@@ -19,11 +19,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from harness.cells import DEVICES, INFRASTRUCTURE, PASSED
-from harness.cli import DEVICE_HELP, ENGINE_HELP, Parser
-from harness.engines import create
-from harness.matrix import F32_PRECISIONS, Point
-from harness.prepare import Infrastructure, prepare
+from harness.cells import INFRASTRUCTURE, PASSED
+from harness.cli import Parser
+from harness.matrix import F32_PRECISIONS
+from harness.prepare import Infrastructure, prepare_config, tell
 from harness.protocol import EngineError, Session
 from refs import checkpoint, recipe
 from refs.errors import RefError
@@ -133,8 +132,7 @@ def _parser() -> Parser:
     )
     parser.add_argument("--config", default="text", help="one with trained weights")
     parser.add_argument("--bytes", type=int, default=0, metavar="N", help="of the held-out text; 0: all (default)")
-    parser.add_argument("--engine", default="csrc", help=ENGINE_HELP)
-    parser.add_argument("--device", choices=DEVICES, default="cpu", help=DEVICE_HELP)
+    parser.add_engine()
     parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
     return parser
 
@@ -146,21 +144,17 @@ def main(argv: Sequence[str]) -> int:
     if options.bytes < 0:
         parser.error(f"argument --bytes: {options.bytes} is negative")
 
-    def say(line: str) -> None:
-        print(line, file=sys.stderr, flush=True)
-
     def fail(error: Exception | str) -> int:
-        say(f"kdtree quality: {error}")
+        tell(f"kdtree quality: {error}")
         return INFRASTRUCTURE
 
     try:
         wanted = recipe.load(options.config)
         if not wanted.weights.checkpoint:
             return fail(f"config {options.config} has drawn weights, which speak no language; text has trained ones")
-        path = prepare(options.engine, [Point("fp32", "ar", options.config, "", options.device)], say)[options.config]
-        engine = create(options.engine, options.device)
+        engine, path = prepare_config(options.engine, options.config, options.device)
         sessions = {precision: engine.load(path, precision) for precision in F32_PRECISIONS}
-        say(f"scoring held-out text of config {options.config} with engine {options.engine} on {options.device}")
+        tell(f"scoring held-out text of config {options.config} with engine {options.engine} on {options.device}")
         documents = checkpoint.heldout(wanted.weights.checkpoint)
         quality = measure(sessions, documents, wanted.model.eos_id, options.bytes)
         for session in sessions.values():

@@ -190,7 +190,7 @@ def test_the_demo_has_something_to_show_of_every_config(
     def reached(*_: object) -> NoReturn:
         raise Infrastructure("reached")
 
-    monkeypatch.setattr("harness.demo.prepare", reached)
+    monkeypatch.setattr("harness.demo.prepare_config", reached)
     for config, has in config_precisions(scale=True).items():
         if set(has) & set(F32_PRECISIONS):
             assert demo(["--config", config]) == 3
@@ -200,7 +200,7 @@ def test_the_demo_has_something_to_show_of_every_config(
 def test_a_precision_that_a_config_lacks_is_told_before_anything_is_built(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("harness.demo.prepare", lambda *_: pytest.fail("an engine was built"))
+    monkeypatch.setattr("harness.demo.prepare_config", lambda *_: pytest.fail("an engine was built"))
     lacking = 0
     for config, has in config_precisions(scale=True).items():
         wrong = [["--precision", p] for p in PRECISIONS if p not in has]
