@@ -25,16 +25,16 @@ from refs.sampling import choose
 SAMPLING_TEMPERATURE = 0.75  # exact in every float type; flat enough that a drafted token is refused now and then
 
 
-class Ar(NamedTuple):
-    """AR's greedy run of a session, and the cache that it built, by layer."""
+class Ran(NamedTuple):
+    """A greedy run of a session, and the cache that it built, by layer."""
 
     decoded: Decoded
     layers: list[tuple[F32, F32]]
 
 
-def run_ar(session: Session, golden: Golden) -> Ar:
+def run_ar(session: Session, golden: Golden) -> Ran:
     """Raises what the engine raises."""
-    return Ar(session.decode(golden.request()), _caches(session, golden))
+    return Ran(session.decode(golden.request()), _caches(session, golden))
 
 
 def run_checks(
@@ -44,7 +44,7 @@ def run_checks(
     drafter: str,
     seed: int,
     alone: Session | None = None,
-    known: Ar | None = None,
+    known: Ran | None = None,
 ) -> Findings:
     """All checks of one cell; ``drafter`` is ``""`` for AR; ``alone`` is one rank, whose bits several must give.
 
@@ -52,51 +52,64 @@ def run_checks(
     """
     found = Findings()
     request = golden.request(drafter)
-    ar: Decoded | None = None
-    ar_cache: list[tuple[F32, F32]] = []
-    if drafter:
-        ar, ar_cache = known or run_ar(session, golden)
+    ar = (known or run_ar(session, golden)) if drafter else None
     session.reset_counters()
     stale = {name: count for name, count in session.counters().items() if count}
     decoded = session.decode(request)
     found.kernels = {name: int(count) for name, count in session.counters().items()}
     found.times = {"prefill": decoded.prefill_seconds, "decode": decoded.decode_seconds}
-    layers = _caches(session, golden)
+    run = Ran(decoded, _caches(session, golden))
 
     if golden.rounding:
         golden_bf16_checks.tokens(found, golden, decoded)
     else:
         against_golden(found, golden, decoded)
     if ar is not None:
-        owed = (
-            golden_bf16_checks.own_rounds(golden, request, ar, decoded) if golden.rounding else golden.rounds(drafter)
-        )
-        rounds(found, owed, decoded)
-        if drafter == DFLASH and not golden.rounding:
-            draft(found, golden, decoded)
-        found.checks += _against_ar(decoded, ar, layers, ar_cache)
+        _rounds(found, golden, request, drafter, ar, run)
     if alone is not None:
-        found.checks += _against_one_rank(decoded, layers, alone.decode(request), _caches(alone, golden))
+        found.checks += _against_one_rank(decoded, run.layers, alone.decode(request), _caches(alone, golden))
     found.checks.append(_counts(decoded, drafter))
     found.checks += _stream(session, request, decoded)
     if ar is not None:
-        found.checks += _sampling(session, golden, drafter, seed)
-        found.checks.append(check_widths(session, golden, seed, ranked=alone is not None))
-        if not golden.rounding and not all(check.ok for check in found.checks):
-            taps(found, session, golden)
+        _other_trees(found, session, golden, drafter, seed, ranked=alone is not None)
     else:
-        found.checks += _draws(session, golden, seed)
-        found.checks += _stepping(session, golden, decoded)
-        if golden.rounding:
-            found.checks += golden_bf16_checks.teacher_forced(found, golden, session, decoded)
-        else:
-            found.checks += taps(found, session, golden, decoded)
-            found.checks += cache(golden, layers, decoded)
+        _other_prefixes(found, session, golden, seed, run)
     found.checks += _kernels(engine, golden, found.kernels, drafter)
     found.checks.append(exactly("kernels.reset", len(stale), Verdict.FAIL_KERNEL, f"counted after a reset: {stale}"))
     guard = session.broken_guard()
     found.checks.append(exactly("guards", int(bool(guard)), Verdict.FAIL_KERNEL, f"written outside of {guard}"))
     return found
+
+
+def _rounds(found: Findings, golden: Golden, request: DecodeRequest, drafter: str, ar: Ran, run: Ran) -> None:
+    """DDTree's rounds, and its bits against AR's."""
+    if golden.rounding:
+        owed = golden_bf16_checks.own_rounds(golden, request, ar.decoded, run.decoded)
+    else:
+        owed = golden.rounds(drafter)
+    rounds(found, owed, run.decoded)
+    if drafter == DFLASH and not golden.rounding:
+        draft(found, golden, run.decoded)
+    found.checks += _against_ar(run.decoded, ar.decoded, run.layers, ar.layers)
+
+
+def _other_trees(found: Findings, session: Session, golden: Golden, drafter: str, seed: int, *, ranked: bool) -> None:
+    """DDTree sampled, and trees of every width; what a failed cell's taps say."""
+    found.checks += _sampling(session, golden, drafter, seed)
+    found.checks.append(check_widths(session, golden, seed, ranked=ranked))
+    if not golden.rounding and not all(check.ok for check in found.checks):
+        taps(found, session, golden)
+
+
+def _other_prefixes(found: Findings, session: Session, golden: Golden, seed: int, run: Ran) -> None:
+    """AR sampled, stepped from every prefix, and layer by layer."""
+    found.checks += _draws(session, golden, seed)
+    found.checks += _stepping(session, golden, run.decoded)
+    if golden.rounding:
+        found.checks += golden_bf16_checks.teacher_forced(found, golden, session, run.decoded)
+    else:
+        found.checks += taps(found, session, golden, run.decoded)
+        found.checks += cache(golden, run.layers, run.decoded)
 
 
 def _caches(session: Session, golden: Golden) -> list[tuple[F32, F32]]:

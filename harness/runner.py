@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from harness.cells import Cell, Findings, Verdict, judge
-from harness.checks import Ar, run_ar, run_checks
+from harness.checks import Ran, run_ar, run_checks
 from harness.compare import exactly
 from harness.describe import rerun_line
 from harness.engines import create
@@ -45,7 +45,7 @@ class Runner:
         self._host, self._worker = host, worker
         self._engines: dict[tuple[str, int], Engine] = {}
         self._sessions: OrderedDict[Key, tuple[Session, Golden]] = OrderedDict()
-        self._ar: dict[Key, Ar] = {}
+        self._ar: dict[Key, Ran] = {}
         self.device_lost = False
         """A device failed for good: this process can run no further cell on it."""
 
@@ -120,7 +120,7 @@ class Runner:
             bad_round=found.bad_round,
         )
 
-    def _known(self, point: Point, session: Session, golden: Golden) -> Ar:
+    def _known(self, point: Point, session: Session, golden: Golden) -> Ran:
         """AR's run of a session of several ranks, made once: every exchange of theirs costs a millisecond."""
         key = _key(point)
         if key not in self._ar:
