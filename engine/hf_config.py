@@ -112,12 +112,27 @@ def read_config(
     text.demand("attention_bias", (False,), "the projections have no bias")
     text.demand("mlp_bias", (False,), "the projections have no bias")
     text.demand("rope_interleave", (True,), "RoPE rotates the pairs (2i, 2i+1)")
-    quantization = text.inner("quantization_config")
-    if outer is not text and (own := outer.inner("quantization_config")).values:
-        if quantization.values and quantization.values != own.values:
-            raise own.fail("quant_method", "the outer and the text model's quantization_config differ")
-        quantization = own
+    quantization = _quantization(outer, text)
     tied = outer.flag("tie_word_embeddings", False) | text.flag("tie_word_embeddings", False)
+    unread = _unread(outer, text, rope, ignore)
+    has_mtp = bool(text.values.get("num_nextn_predict_layers") or text.values.get("num_mtp_layers"))
+    packed = quantization if quantization.values else None
+    notes = tuple(_end_token_notes(directory, outer, text, int(fields["eos_id"])) if eos is None else ())
+    return HfConfig(file, outer_kind, fields, packed, nested, tied, has_mtp, unread, notes)
+
+
+def _quantization(outer: Fields, text: Fields) -> Fields:
+    """The one ``quantization_config``, wherever it stands."""
+    inner = text.inner("quantization_config")
+    if outer is text or not (own := outer.inner("quantization_config")).values:
+        return inner
+    if inner.values and inner.values != own.values:
+        raise own.fail("quant_method", "the outer and the text model's quantization_config differ")
+    return own
+
+
+def _unread(outer: Fields, text: Fields, rope: Fields, ignore: frozenset[str]) -> dict[str, Any]:
+    """The fields that nobody read and that have no effect; raises for one that might have."""
     unread: dict[str, Any] = {}
     unknown: dict[str, Any] = {}
     parts = [(outer, INERT), (rope, frozenset[str]())] + ([(text, INERT)] if text is not outer else [])
@@ -129,10 +144,7 @@ def read_config(
         listed = ", ".join(f"{k} = {v!r}" for k, v in sorted(unknown.items()))
         reason = f"unknown, and might change the arithmetic: {listed}. If it does not, add --ignore-field for it"
         raise text.fail(min(unknown).removeprefix(text.prefix), reason)
-    has_mtp = bool(text.values.get("num_nextn_predict_layers") or text.values.get("num_mtp_layers"))
-    packed = quantization if quantization.values else None
-    notes = tuple(_end_token_notes(directory, outer, text, int(fields["eos_id"])) if eos is None else ())
-    return HfConfig(file, outer_kind, fields, packed, nested, tied, has_mtp, unread, notes)
+    return unread
 
 
 def _positive(fields: Fields, name: str) -> float:

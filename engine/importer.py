@@ -18,7 +18,7 @@ import re
 import resource
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
@@ -28,7 +28,7 @@ from engine.hf_drafter import DrafterPlan, plan_drafter
 from engine.hf_slice import Selection
 from engine.hf_tensors import Plan, Planner
 from engine.kdtr_stream import KdtrStream, TargetBusy
-from engine.safetensors_reader import CheckpointError, fingerprint, open_checkpoint
+from engine.safetensors_reader import Checkpoint, CheckpointError, fingerprint, open_checkpoint
 from engine.transfer import Progress, write_model
 from harness.cli import Parser
 from harness.files import said
@@ -145,14 +145,7 @@ def run(args: argparse.Namespace, out: TextIO, err: TextIO) -> int:
         for note in _notes(hf, plan):
             print(note, file=err)
         if not args.dry_run:
-            with stream:
-                if stream.done:
-                    print(f"going on: {len(stream.done)} of {len(tensors)} tensors are already written", file=err)
-                progress = Progress(stream.file_size, err)
-                try:
-                    write_model(checkpoint, plan, stream, literals, progress)
-                finally:
-                    progress.close()
+            _write(checkpoint, plan, stream, literals, err)
     finally:
         checkpoint.close()
     result = summary | {
@@ -163,14 +156,29 @@ def run(args: argparse.Namespace, out: TextIO, err: TextIO) -> int:
         "seconds": round(time.monotonic() - started, 3),
         "peak_rss_bytes": _peak_rss(),
     }
+    _report(args, result, out)
+    return DONE
+
+
+def _write(checkpoint: Checkpoint, plan: Plan, stream: KdtrStream, literals: dict[str, bytes], err: TextIO) -> None:
+    with stream:
+        if stream.done:
+            print(f"going on: {len(stream.done)} of {len(stream.entries)} tensors are already written", file=err)
+        progress = Progress(stream.file_size, err)
+        try:
+            write_model(checkpoint, plan, stream, literals, progress)
+        finally:
+            progress.close()
+
+
+def _report(args: argparse.Namespace, result: Mapping[str, Any], out: TextIO) -> None:
     if args.json:
         json.dump(result, out, indent=2, sort_keys=True)
         out.write("\n")
-    else:
-        verb = "would write" if args.dry_run else "wrote"
-        size, seconds = stream.file_size, result["seconds"]
-        out.write(f"{verb} {args.output}: {len(tensors)} tensors, {size / 1e9:.3f} GB, {seconds:.1f} s\n")
-    return DONE
+        return
+    verb = "would write" if args.dry_run else "wrote"
+    size = f"{result['tensors']} tensors, {result['bytes'] / 1e9:.3f} GB, {result['seconds']:.1f} s"
+    out.write(f"{verb} {args.output}: {size}\n")
 
 
 def _joined(plan: Plan, drafter: DrafterPlan) -> Plan:
