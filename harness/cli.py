@@ -158,10 +158,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         return INFRASTRUCTURE
     except KeyboardInterrupt:
-        print("kdtree: interrupted", file=sys.stderr)
-        return INCOMPLETE
-    except Exception:
-        return _unforeseen(arguments[0])
+        return _interrupted()
+    except Exception as error:
+        return _interrupted() if _began_as_interrupt(error) else _unforeseen(arguments[0])
+
+
+def _interrupted() -> int:
+    print("kdtree: interrupted", file=sys.stderr)
+    return INCOMPLETE
+
+
+def _began_as_interrupt(error: BaseException) -> bool:
+    """What an interrupt meets on its way out may fail in turn: a condition that waited holds its lock no longer."""
+    while error.__context__ is not None:
+        error = error.__context__
+    return isinstance(error, KeyboardInterrupt)
 
 
 def _unforeseen(command: str) -> int:

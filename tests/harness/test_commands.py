@@ -10,6 +10,8 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -155,6 +157,22 @@ def test_a_command_that_is_told_to_end_leaves_nothing_behind() -> None:
     done = subprocess.run([sys.executable, "-c", ENDED], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (2, "kdtree: interrupted\n")
     assert not Path(done.stdout.strip()).exists()
+
+
+def test_an_interrupt_that_something_fails_over_is_still_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A condition that was waiting when Ctrl-C came leaves with RuntimeError: it holds its lock no longer."""
+
+    def work(argv: Sequence[str]) -> int:
+        try:
+            raise KeyboardInterrupt
+        finally:
+            threading.Condition().release()
+
+    monkeypatch.setattr("harness.inspect.main", work)
+    assert cli.main(["inspect"]) == 2
+    assert capsys.readouterr().err == "kdtree: interrupted\n"
 
 
 def test_a_tree_that_cannot_be_copied_is_told_in_a_line(tmp_path: Path) -> None:
