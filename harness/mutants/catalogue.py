@@ -56,7 +56,8 @@ class Fault:
     """The instruction set that the edited code belongs to; the engine is made to use it."""
     device: str = "cpu"
     first: str = ""
-    """A -k expression of cells that are tried first, or ``operations`` or ``loader`` (`harness.mutants.run`)."""
+    """A -k expression of cells that are tried first, ``loader``, ``operations``, or ``operations: FILE[::TEST]`` of
+    tests/engine (`harness.mutants.run`)."""
 
     @property
     def is_control(self) -> bool:

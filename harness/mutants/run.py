@@ -61,15 +61,19 @@ class Outcome:
 def order(fault: Fault, points: Sequence[Point], caught_by: str = "") -> list[str]:
     """Everything that may catch ``fault``, what is likely to first: cell ids, `LOADER` and `OPERATIONS`.
 
-    ``caught_by``: what did so in an earlier run (`Outcome.caught_by`), which comes before all else: a cell, the loader,
-    or one test of the operations, which then comes once more among all of them.
+    ``caught_by``: what did so in an earlier run (`Outcome.caught_by`), which comes before all else, or else what the
+    fault itself names: a cell, the loader, or tests of the operations, which then come once more among all of them.
     """
     names = _by_likelihood(fault, points)
-    place, _, check = caught_by.partition(": ")
-    test = check.removesuffix(": crash").removesuffix(": hang")
-    if place == OPERATIONS and "::" in test and (TESTS / test.partition("::")[0]).is_file():
-        return [f"{OPERATIONS}: {test}", *names]
-    return [place, *(name for name in names if name != place)] if place in names else names
+    for likely in (fault.first, caught_by):
+        place, _, check = likely.partition(": ")
+        tests = check.removesuffix(": crash").removesuffix(": hang")
+        if place == OPERATIONS and (TESTS / tests.partition("::")[0]).is_file():
+            place = f"{OPERATIONS}: {tests}"
+        elif place not in names:
+            continue
+        names = [place, *(name for name in names if name != place)]
+    return names
 
 
 def _by_likelihood(fault: Fault, points: Sequence[Point]) -> list[str]:
@@ -82,7 +86,7 @@ def _by_likelihood(fault: Fault, points: Sequence[Point]) -> list[str]:
         return (not likely[0], drafter, point.precision != precision, default)
 
     ids = [point.id for point in sorted(points, key=rank)]
-    if fault.first == OPERATIONS:
+    if fault.first.partition(": ")[0] == OPERATIONS:
         return [OPERATIONS, *ids, LOADER]
     if fault.first == LOADER or fault.group == "loader":
         return [LOADER, *ids, OPERATIONS]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -129,7 +130,8 @@ def test_all_cells_are_tried_before_a_fault_is_not_caught() -> None:
     points = expected(["cpu"])
     for fault in BY_NAME.values():
         names = mutants_run.order(fault, points)
-        assert sorted(names) == sorted([LOADER, OPERATIONS, *(point.id for point in points)])
+        chosen = [name for name in names if not name.startswith(f"{OPERATIONS}: ")]
+        assert sorted(chosen) == sorted([LOADER, OPERATIONS, *(point.id for point in points)])
     for name, first in (("tensor_twice", LOADER), ("nan_logits_unnoticed", LOADER), ("chain_ranks_two", OPERATIONS)):
         assert mutants_run.order(BY_NAME[name], points)[0] == first
     assert mutants_run.order(BY_NAME["position_by_row"], points)[0].split("-")[1] == "ddtree"
@@ -154,6 +156,10 @@ def test_what_caught_it_before_is_tried_first_and_nothing_is_left_out(caught_by:
     assert names[0] == first
     assert set(names) == {first, *mutants_run.order(fault, points)}
     assert len(names) == len(set(names))
+    if "::" in first:
+        named = replace(fault, first=first)
+        assert mutants_run.order(named, points)[:2] == [first, OPERATIONS]
+        assert mutants_run.order(named, points, points[9].id)[:2] == [points[9].id, first]
     assert [name for name in names if name != first] == [n for n in mutants_run.order(fault, points) if n != first]
 
 
@@ -161,6 +167,16 @@ def test_what_caught_it_before_is_tried_first_and_nothing_is_left_out(caught_by:
 def test_what_is_not_there_changes_no_order(caught_by: str) -> None:
     points, fault = expected(["cpu"]), BY_NAME["position_by_row"]
     assert mutants_run.order(fault, points, caught_by) == mutants_run.order(fault, points)
+
+
+def test_tests_that_a_fault_names_are_there() -> None:
+    """By file and function: one that is gone would make its fault dear, and nobody would notice."""
+    for fault in BY_NAME.values():
+        place, _, tests = fault.first.partition(": ")
+        if place == OPERATIONS and tests:
+            file, _, function = tests.partition("::")
+            text = (mutants_run.TESTS / file).read_text("utf-8")
+            assert f"\ndef {function}(" in text or not function, fault.name
 
 
 def test_a_record_says_what_caught_each_fault(tmp_path: Path) -> None:
