@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import subprocess
 import sys
 import time
@@ -49,6 +50,8 @@ class Break:
     """Below tests/cuda, as pytest names them."""
     pairs: tuple[str, ...]
     """Shapes of `tests.cuda.pairs`."""
+    checkout: bool = False
+    """The tests compile files of the checkout themselves, so they run in an edited copy of it."""
 
 
 @dataclass
@@ -72,7 +75,7 @@ def breaks(path: Path = BREAKS) -> list[Break]:
     faults = {fault.name: fault for fault in load()}
     found = []
     for at, entry in enumerate(yaml.load(path.read_text("utf-8"), SAFE)):
-        unknown = set(entry) - {"fault", "says", "edits", "tests", "pairs"}
+        unknown = set(entry) - {"fault", "says", "edits", "tests", "pairs", "checkout"}
         if unknown or ("fault" in entry) == ("edits" in entry):
             raise ValueError(f"{path.name}: entry {at}: needs a fault or edits, and tests or pairs: {sorted(entry)}")
         fault = (
@@ -80,7 +83,8 @@ def breaks(path: Path = BREAKS) -> list[Break]:
             if "fault" in entry
             else Fault(f"break_{at}", "breaks", entry["says"], tuple(Edit(**edit) for edit in entry["edits"]))
         )
-        found.append(Break(fault, tuple(entry.get("tests", ())), tuple(entry.get("pairs", ()))))
+        noticing = tuple(entry.get("tests", ())), tuple(entry.get("pairs", ()))
+        found.append(Break(fault, *noticing, checkout=entry.get("checkout", False)))
     return found
 
 
@@ -99,11 +103,13 @@ class _Outcomes:
             self.keep(name, PASSES, "")
 
 
-def within(library: Path, out: Path, tests: Sequence[str], shapes: Sequence[str]) -> None:
-    """Run the tests and shapes on ``library``, and write what became of each into ``out`` as it ends."""
-    from engine.library import use
+def within(library: Path | None, out: Path, tests: Sequence[str], shapes: Sequence[str]) -> None:
+    """Run the tests and shapes on ``library`` (None: what they build themselves), and write what became of each into
+    ``out`` as it ends."""
+    if library is not None:
+        from engine.library import use
 
-    use("cuda", library)
+        use("cuda", library)
     found: dict[str, tuple[str, str]] = {}
 
     def keep(name: str, how: str, said: str) -> None:
@@ -135,18 +141,23 @@ def one(broken: Break, workshop: Workshop) -> Noticed:
     noticed = Noticed(broken.fault.name, broken.fault.says)
     with workshop.scratch(broken.fault.name) as folder:
         scratch = Path(folder)
-        try:
-            edited = {edit.file for edit in broken.fault.edits}
-            library, _ = workshop.library(plant(broken.fault, scratch / "csrc"), scratch, edited=edited)
-        except CompileError as error:
-            noticed.not_built = str(error)
-            return noticed
+        planted, checkout, on = plant(broken.fault, scratch / "csrc"), ROOT, []
+        if broken.checkout:
+            checkout = scratch
+            _copy_checkout(scratch)
+        else:
+            try:
+                library, _ = workshop.library(planted, scratch, edited={edit.file for edit in broken.fault.edits})
+            except CompileError as error:
+                noticed.not_built = str(error)
+                return noticed
+            on = [f"--library={library}"]
         out = scratch / "outcomes.json"
         given = [*(f"--test={test}" for test in broken.tests), *(f"--shape={shape}" for shape in broken.pairs)]
-        command = [sys.executable, "-m", "tests.cuda.broken", "--within", str(library), str(out), *given]
+        command = [sys.executable, "-m", "tests.cuda.broken", "--within", str(out), *on, *given]
         with workshop.places:
             try:
-                done = subprocess.run(command, cwd=ROOT, capture_output=True, timeout=SECONDS, check=False)
+                done = subprocess.run(command, cwd=checkout, capture_output=True, timeout=SECONDS, check=False)
                 otherwise = CRASHES if done.returncode < 0 else MISSING
             except subprocess.TimeoutExpired:
                 otherwise = HANGS
@@ -155,6 +166,13 @@ def one(broken: Break, workshop: Workshop) -> Noticed:
         noticed.how[name], noticed.said[name] = found.get(name, (otherwise, ""))
     noticed.seconds = round(time.monotonic() - start, 1)
     return noticed
+
+
+def _copy_checkout(target: Path) -> None:
+    """What tests need of it, beside the ``csrc/`` that is there."""
+    for name in ("engine", "harness", "refs", "tests"):
+        shutil.copytree(ROOT / name, target / name, ignore=shutil.ignore_patterns("__pycache__", "*.safetensors"))
+    shutil.copy(ROOT / "pyproject.toml", target)
 
 
 def text(noticed: Noticed) -> str:
@@ -172,12 +190,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--workers", type=int, default=8, help="breaks at a time (default: 8)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write what became of them there, each as it ends")
     parser.add_argument("--list", action="store_true", help="print the breaks and what has to notice them, run none")
-    parser.add_argument("--within", nargs=2, type=Path, metavar=("LIBRARY", "OUT"), help=argparse.SUPPRESS)
+    parser.add_argument("--within", type=Path, metavar="OUT", help=argparse.SUPPRESS)
+    parser.add_argument("--library", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--test", action="append", default=[], help=argparse.SUPPRESS)
     parser.add_argument("--shape", action="append", default=[], help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.within:
-        within(*options.within, options.test, options.shape)
+        within(options.library, options.within, options.test, options.shape)
         return PASSED
     holds = matcher(options.k) if options.k else lambda names: True
     chosen = [b for b in breaks() if holds([b.fault.name, *b.tests, *b.pairs])]

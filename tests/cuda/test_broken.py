@@ -17,10 +17,8 @@ from tests.cuda.conftest import NEED_A_GPU
 UNBROKEN = {
     "test_backend.py::test_a_lost_context_is_named",
     "test_backend.py::test_debug_build_says_what_was_violated",
-    "test_backend.py::test_memory_and_steps_from_cpp",
-    "test_cluster.py::test_the_barrier_of_a_cluster",
 }
-"""Tests that build the checkout, or load it in a process of their own, and so never see a planted library."""
+"""Tests that load the engine of the checkout in a process of their own: to break it, all of it is to be built anew."""
 
 
 def functions() -> set[str]:
@@ -83,3 +81,13 @@ def test_what_passes_and_what_is_not_there_has_not_noticed(tmp_path: Path) -> No
     noticed = broken.one(Break(fault, (), ("router-choice",)), workshop)  # type: ignore[arg-type]
     assert noticed.good
     assert "made_here: made for a test" in broken.text(noticed)
+
+
+@pytest.mark.slow
+def test_tests_that_read_the_checkout_read_an_edited_copy(tmp_path: Path) -> None:
+    """Such as this file, whose breaks do not fit there."""
+    test = "test_broken.py::test_breaks_fit_the_sources_and_leave_no_test_out"
+    fault = Fault("made_here", "breaks", "made for a test", (Edit("cuda/rows.cu", "tokens[m]", "tokens[0]"),))
+    found = broken.one(Break(fault, (test,), (), checkout=True), Workshop(tmp_path))  # type: ignore[arg-type]
+    assert found.how == {test: broken.FAILS}
+    assert "is there 0 times instead of 1" in found.said[test]
