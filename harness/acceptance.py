@@ -23,7 +23,8 @@ from harness.cli import Parser, output, positive
 from harness.environment import environment
 from harness.files import write_atomic
 from harness.matrix import PRECISIONS
-from harness.prepare import Infrastructure, prepare_config, tell
+from harness.prepare import Infrastructure, prepare_config
+from harness.progress import tell
 from harness.protocol import DecodeRequest, EngineError, OwnDrafter, Session
 from harness.quality import Estimate, estimate
 from harness.sources import describe

@@ -37,6 +37,7 @@ from harness.cells import FAILED, INFRASTRUCTURE, PASSED
 from harness.cli import Parser
 from harness.files import said, write_atomic
 from harness.matrix import is_large
+from harness.progress import EVERY, tell, told
 from refs import generate, recipe
 from refs.errors import RefError
 
@@ -181,7 +182,8 @@ def _make(folder: Path, name: str, key: str, pins: Pins, say: Say) -> None:
     """Make one bundle whose lock is held, check it, and stamp it. A wrong one is removed."""
     started, path = time.perf_counter(), _path(folder, name)
     try:
-        attempt = generate.write(name, path).attempt
+        with told(f"bundles: {name}", say, first=EVERY):
+            attempt = generate.write(name, path).attempt
     except generate.GenerateError as error:
         raise BundleError(str(error)) from error
     made = pin_of(path)
@@ -265,20 +267,19 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help="paths and hashes as JSON on standard output")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
-    say: Say = lambda line: print(line, file=sys.stderr, flush=True)  # noqa: E731
     try:
         if options.worker:
             _work(options.configs, options.out)
             return PASSED
         if options.update_lock:
-            changed = update_lock(options.configs or None, say=say)
-            say(f"bundles: {LOCK.name}: {len(changed)} changed{': ' if changed else ''}{', '.join(changed)}")
-        paths = ensure(options.configs or None, options.out, say=say)
+            changed = update_lock(options.configs or None, say=tell)
+            tell(f"bundles: {LOCK.name}: {len(changed)} changed{': ' if changed else ''}{', '.join(changed)}")
+        paths = ensure(options.configs or None, options.out, say=tell)
     except LockDiffers as error:
-        say(f"kdtree bundles: {error}")
+        tell(f"kdtree bundles: {error}")
         return FAILED
     except (BundleError, RefError, OSError) as error:
-        say(f"kdtree bundles: {error}")
+        tell(f"kdtree bundles: {error}")
         return INFRASTRUCTURE
     pins = read_lock()
     if options.json:

@@ -5,7 +5,6 @@ Whatever stands in the way is an Infrastructure error with the remedy in its mes
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from harness.engines import create, registered
 from harness.environment import survey
 from harness.filters import select
 from harness.matrix import MatrixError, Point, of_run
+from harness.progress import tell
 from harness.protocol import Engine
 
 Say = Callable[[str], None]
@@ -106,11 +106,6 @@ def prepare_config(engine: str, config: str, device: str) -> tuple[Engine, Path]
     """
     path = prepare(engine, [Point("fp32", "ar", config, "", device)], tell)[config]
     return create(engine, device), path
-
-
-def tell(line: str) -> None:
-    """A line that is no result: of progress, or of what went wrong."""
-    print(line, file=sys.stderr, flush=True)
 
 
 def prepare(engine: str, points: Sequence[Point], say: Say) -> dict[str, Path]:

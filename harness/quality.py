@@ -22,7 +22,8 @@ import numpy.typing as npt
 from harness.cells import INFRASTRUCTURE, PASSED
 from harness.cli import Parser
 from harness.matrix import F32_PRECISIONS
-from harness.prepare import Infrastructure, prepare_config, tell
+from harness.prepare import Infrastructure, prepare_config
+from harness.progress import tell
 from harness.protocol import EngineError, Session
 from refs import checkpoint, recipe
 from refs.errors import RefError

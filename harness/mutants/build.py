@@ -23,7 +23,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness.build import AHEAD, STANDARD, build
+from harness.build import build
+from harness.compiling import AHEAD, STANDARD
 from harness.includes import closure
 from harness.mutants.catalogue import CSRC
 

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from harness import build as builder
-from harness import toolchain
+from harness import compiling, toolchain
 from harness.build import BuildError, build, main
 from harness.includes import closure
 
@@ -35,12 +35,11 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (root / "harness").mkdir()
     (root / "csrc" / "value.cpp").write_text(SOURCE)
     (root / "csrc" / "value.h").write_text("#define VALUE 41\n")
-    script = root / "harness" / "build.py"
-    script.write_text(Path(builder.__file__).read_text())
+    for script in builder.SCRIPTS:
+        shutil.copy(ROOT / "harness" / script, root / "harness")
     monkeypatch.setattr(builder, "ROOT", root)
     monkeypatch.setattr(builder, "CSRC", root / "csrc")
-    monkeypatch.setattr(builder, "__file__", str(script))
-    monkeypatch.setattr(builder, "STANDARD", ("cstdint",))  # reading all of them ahead takes longer than the rest
+    monkeypatch.setattr(compiling, "STANDARD", ("cstdint",))  # reading all of them ahead takes longer than the rest
     monkeypatch.setenv("KDTREE_BUILD", str(tmp_path / "the cache"))
     return root
 
@@ -62,7 +61,7 @@ def test_built_once_and_found_again(tree: Path) -> None:
 
 @pytest.mark.slow
 def test_every_input_is_in_the_key(tree: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A header, a source, a new file, the build script, flags, the compiler's name: another library each."""
+    """A header, a source, a new file, a build script, flags, the compiler's name: another library each."""
     seen = [build()]
     (tree / "csrc" / "value.h").write_text("#define VALUE 42\n")
     seen.append(build())
@@ -72,9 +71,10 @@ def test_every_input_is_in_the_key(tree: Path, monkeypatch: pytest.MonkeyPatch, 
     assert value(seen[-1]) == 43
     (tree / "csrc" / "cpu" / "more.cpp").write_text("int more() { return 1; }\n")
     seen.append(build())
-    with open(tree / "harness" / "build.py", "a") as script:
-        script.write("# another\n")
-    seen.append(build())
+    for name in builder.SCRIPTS:
+        with open(tree / "harness" / name, "a") as script:
+            script.write("# another\n")
+        seen.append(build())
     seen.append(build(debug=True))
     wrapper = tmp_path / "bin" / "g++-wrapper"
     wrapper.parent.mkdir()
@@ -87,7 +87,8 @@ def test_every_input_is_in_the_key(tree: Path, monkeypatch: pytest.MonkeyPatch, 
     (tree / "csrc" / "value.h").write_text("#define VALUE 41\n")
     (tree / "csrc" / "value.cpp").write_text(SOURCE)
     (tree / "csrc" / "cpu" / "more.cpp").unlink()
-    (tree / "harness" / "build.py").write_text(Path(ROOT / "harness" / "build.py").read_text())
+    for name in builder.SCRIPTS:
+        shutil.copy(ROOT / "harness" / name, tree / "harness")
     assert build() == seen[0]
 
 
@@ -103,7 +104,6 @@ def test_equal_sources_are_one_build_wherever_they_lie(
     shutil.copytree(tree, other)
     monkeypatch.setattr(builder, "ROOT", other)
     monkeypatch.setattr(builder, "CSRC", other / "csrc")
-    monkeypatch.setattr(builder, "__file__", str(other / "harness" / "build.py"))
     assert build() == first
     assert build(debug=True) != debug
 
@@ -295,12 +295,12 @@ In file included from /csrc/bf16.h:5,
 /csrc/cpu/moe.cpp: In function 'void kdtree::f()':
 /csrc/cpu/moe.cpp:9:3: error: expected ';'
 """
-    shown = builder._readable(text, tmp_path / "log")
+    shown = compiling._readable(text, tmp_path / "log")
     assert "from /csrc/cpu/norm.cpp:6:\n/usr/include/c++/12/cstddef:52:1: error" in shown
     assert "In function 'void kdtree::f()':\n/csrc/cpu/moe.cpp:9:3: error" in shown
     assert "[1/3]" not in shown
     stopped = "[1/3] c++ -c norm.cpp\nninja: build stopped: interrupted by user.\n"
-    assert builder._readable(stopped, tmp_path / "log").startswith("the build was interrupted; ")
+    assert compiling._readable(stopped, tmp_path / "log").startswith("the build was interrupted; ")
 
 
 def test_colliding_object_names_are_refused(tree: Path) -> None:
