@@ -7,13 +7,16 @@ the number of cells at a time. What a session takes is reckoned from its config 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, MutableMapping, Sequence
+import os
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager
 
 from harness.gpu import CONTEXT_BYTES, Gpu, Lease, worker_cap
 
 SCRATCH_BYTES = 128 << 20  # activations, attention's partial sums, graphs: a few rows wide, whatever the model
 SESSIONS = 2  # that a worker keeps open
+SHARE = "KDTREE_RANKS_SHARE_GPU"
+"""Set to 1: several ranks may have one GPU, to show that they are right where there are fewer GPUs than ranks."""
 
 
 class GpuTooSmall(Exception):
@@ -56,6 +59,11 @@ def give(worker: int, gpus: Sequence[str], environment: MutableMapping[str, str]
     """Let worker number ``worker`` see one GPU alone, by UUID, and its ranks all; before CUDA is loaded."""
     environment["CUDA_VISIBLE_DEVICES"] = gpus[worker % len(gpus)]
     environment["KDTREE_RANKS_GPUS"] = ",".join(gpus)
+
+
+def ranks_share(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether `SHARE` lets ranks share GPUs."""
+    return environment.get(SHARE) == "1"
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from harness.cells import DEVICES
 from harness.engines import create, registered
 from harness.environment import survey
 from harness.filters import select
+from harness.gpu_share import SHARE, ranks_share
 from harness.matrix import MatrixError, Point, of_run
 from harness.progress import tell
 from harness.protocol import Engine
@@ -60,8 +61,11 @@ def usable_devices(engine: str, asked: Sequence[str], required: Sequence[str]) -
 def points_of(engine: str, devices: Sequence[str], ranks: Sequence[int] = (), *, scale: bool = False) -> list[Point]:
     """The cells of a run on this machine. Raises MatrixError; Infrastructure for more ranks than GPUs."""
     gpus = len(survey().gpus) if "cuda" in devices else 0
-    if ranks and "cuda" in devices and max(ranks) > max(gpus, 1):
-        raise Infrastructure(f"--ranks {max(ranks)}: there are {gpus} GPUs here, and every rank needs one")
+    if ranks and "cuda" in devices and max(ranks) > max(gpus, 1) and not ranks_share():
+        raise Infrastructure(
+            f"--ranks {max(ranks)}: every rank needs a GPU, and there {'is 1' if gpus == 1 else f'are {gpus}'} here; "
+            f"{SHARE}=1 lets them share, which is slow and gives the same bits"
+        )
     return of_run(devices, gpus=gpus, ranks=ranks, shared=engine == "csrc", scale=scale)
 
 

@@ -17,7 +17,7 @@ from harness.cells import Ledger
 from harness.environment import environment, survey
 from harness.files import said
 from harness.gpu import Gpu, GpuBusy
-from harness.gpu_share import GpuTooSmall, leased, workers_that_fit
+from harness.gpu_share import SHARE, GpuTooSmall, leased, workers_that_fit
 from harness.matrix import parse
 from harness.prepare import Infrastructure, Plan, Say, prepare
 from harness.reports.command import write_reports
@@ -34,6 +34,9 @@ class Run:
         self.bundles: Mapping[str, Path] = {}
         self.run_id = run_dir.name if run_dir else ledgers.new_run_id()
         self.run_dir = (run_dir or ROOT / "reports" / self.run_id).absolute()
+        most = max((point.ranks for point in map(parse, plan.expected) if point.device == "cuda"), default=0)
+        if most > len(self.gpus):
+            self.notes.append(f"up to {most} ranks shared {len(self.gpus)} GPU(s) of {host} ({SHARE})")
         self.ledger: Ledger | None = None
         self.path = self.run_dir / ledgers.LEDGER_FILE
         self._command, self._started = command, ledgers.timestamp()

@@ -7,7 +7,8 @@ sockets is woken by a thread that holds the lock it wants, and spins for that lo
 Between GPUs of one host the engine exchanges by kernels of its own, through memory that torch's symmetric memory has
 allocated and mapped on every rank (the *window*); NCCL carries what is too large for it, and everything where there is
 none. Under capture of a CUDA graph the calls run once, on the backend's stream, so that NCCL's work becomes part of the
-graph and a replay calls nothing here.
+graph and a replay calls nothing here. Ranks that share a GPU, which only `harness.gpu_share.SHARE` lets them, have the
+windows alone: NCCL refuses two ranks of one device, and gloo cannot be captured.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from typing import Any
 
 from engine.library import library
 from engine.ranks.member import Member, Window, member
-from harness.protocol import ConfigError
+from harness.gpu_share import SHARE, ranks_share
+from harness.protocol import ConfigError, DeviceError
 
 IDLE = timedelta(days=30)  # between two commands
 WINDOW = "KDTREE_RANKS_WINDOW"
@@ -58,12 +60,21 @@ def window_bytes() -> int:
     return int(text) << 20 if one_host and int(os.environ["WORLD_SIZE"]) <= MOST else 0
 
 
+def gpus_of_ranks(gpus: int) -> tuple[int, ...]:
+    """Which of ``gpus`` each rank of this host has. DeviceError for fewer than ranks, unless these may share."""
+    ranks = int(os.environ["LOCAL_WORLD_SIZE"])
+    if gpus < ranks and not (gpus and ranks_share()):
+        raise DeviceError(f"{ranks} ranks need {ranks} GPUs, {gpus} visible; {SHARE}=1 lets them share, slowly")
+    return tuple(rank % gpus for rank in range(ranks))
+
+
 class TorchExchange:
     """This process's place in the job that ``torchrun`` started, and its exchanges with the other ranks."""
 
     def __init__(self, device: str, progress: Callable[[], None]) -> None:
         """``device``: ``cpu`` or ``cuda``, of which a rank takes the one of its local number. ``progress`` is called
-        with every exchange. Raises what torch raises when the others do not come."""
+        with every exchange. Raises what torch raises when the others do not come; DeviceError where there are too few
+        GPUs, ConfigError where ranks that share one have no window."""
         import torch
         import torch.distributed as dist
 
@@ -72,9 +83,16 @@ class TorchExchange:
         self.calls = 0
         """Exchanges made by this process; not those that a graph replays."""
         self._cuda = device == "cuda"
-        self.device = f"cuda:{os.environ['LOCAL_RANK']}" if self._cuda else "cpu"
+        self._gpus = gpus_of_ranks(torch.cuda.device_count()) if self._cuda else ()
+        self.device = f"cuda:{self._gpus[int(os.environ['LOCAL_RANK'])]}" if self._cuda else "cpu"
+        self.shared = len(set(self._gpus)) < len(self._gpus)
+        """Another rank has this GPU too."""
         if self._cuda:
             torch.cuda.set_device(self.device)
+        if self.shared:
+            os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
+            dist.init_process_group("gloo", timeout=EXCHANGE)
+        elif self._cuda:
             bound = torch.device(self.device)
             dist.init_process_group("cpu:gloo,cuda:nccl", timeout=EXCHANGE, device_id=bound)
             dist.all_reduce(torch.zeros(1, device=bound))  # NCCL connects now: nothing may be set up during a capture
@@ -87,6 +105,8 @@ class TorchExchange:
         self._words = dist.new_group(backend="gloo", timeout=IDLE)
         size = window_bytes() if self._cuda else 0
         self.window = self._open(size) if size else Window()
+        if self.shared and not self.window.addresses:
+            raise ConfigError(f"{SHARE}: ranks of one GPU exchange through windows alone, and there is none ({WINDOW})")
         # torch 2.13 has renamed it
         self._gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
@@ -106,11 +126,11 @@ class TorchExchange:
             try:
                 made = make()
             except Exception as error:  # what is missing differs by version of torch and by host; NCCL always serves
-                print(f"exchanges by NCCL alone: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+                print(f"no window: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
             return made if all(self.each(made is not None)) else None
 
         def allocated() -> Any:
-            if not all(library("cuda").linked(torch.cuda.current_device(), other) for other in range(self.count)):
+            if not all(library("cuda").linked(torch.cuda.current_device(), other) for other in self._gpus):
                 raise ConfigError(f"not all GPUs are linked to {self.device} by NVLink")
             return symmetric.empty(size, dtype=torch.uint8, device=self.device)
 
@@ -168,6 +188,7 @@ class TorchExchange:
 
     def _all_gather(self, recv: int, send: int, size: int, stream: int) -> None:
         into, piece = self._view(recv, size * self.count), self._view(send, size)
+        self._refuse_if_shared(size)
         if self._cuda:
             with self._on(stream):
                 self._gather(into, piece)
@@ -178,9 +199,17 @@ class TorchExchange:
         self._done()
 
     def _broadcast(self, data: int, size: int, stream: int) -> None:
+        self._refuse_if_shared(size)
         with self._on(stream):
             self._dist.broadcast(self._view(data, size), 0)
         self._done()
+
+    def _refuse_if_shared(self, size: int) -> None:
+        if self.shared:
+            raise ConfigError(
+                f"{size} bytes of a rank are more than the window takes ({WINDOW}; 4 MiB at most), and ranks of a GPU "
+                f"({SHARE}) have nothing else: fewer rows, or a GPU for every rank"
+            )
 
     def _done(self) -> None:
         self.calls += 1

@@ -1,8 +1,8 @@
 """K2.6-shaped layers on one GPU against several: ``python -m harness.bench.ranks --ranks 2 --file MODEL.kdtr``.
 
-Three times a width: one rank; all ranks; and one rank's share of the work alone, whose exchanges are copies within its
-own GPU (``--alone``, on one GPU for any number of ranks). The first over the second is the speed-up, the third over
-the second the share that is not spent in exchanges.
+Three times a width: one rank; all ranks; and one rank's share of the work alone, which exchanges with itself
+(``--alone``, on one GPU for any number of ranks: `harness.bench.share`). The first over the second is the speed-up, the
+third over the second what is not spent waiting for other GPUs.
 """
 
 from __future__ import annotations
@@ -19,29 +19,15 @@ from typing import Any
 import numpy as np
 
 from engine import create
-from engine.ranks.exchange import memory_view
-from engine.ranks.member import Member, member
 from engine.session import CsrcEngine
-from harness.bench import k26, step
+from harness.bench import k26, share, step
+from harness.environment import survey
 from harness.protocol import Engine
 from refs.config import ModelConfig
 from refs.drafter_config import split
 from refs.kdtr import read
 
 RUNS = 5
-
-
-def repeating(count: int) -> Member:
-    """Rank 0 of ``count`` without any other: a gather gives its own part as every rank's, so that shapes and routing
-    are like the real ones, and what comes out means nothing."""
-    import torch
-
-    def all_gather(recv: int, send: int, size: int, stream: int) -> None:
-        with torch.cuda.stream(torch.cuda.ExternalStream(stream, device="cuda:0")):
-            part = memory_view(send, size, "cuda:0")
-            memory_view(recv, size * count, "cuda:0").view(count, size).copy_(part.expand(count, size))
-
-    return member(0, count, all_gather, lambda data, size, stream: None)
 
 
 def measure(
@@ -84,7 +70,7 @@ def main() -> int:
     parser.add_argument("--experts", type=int, default=384)
     parser.add_argument("--vocab", type=int, default=8192, help="small, so that layers are what is timed")
     parser.add_argument("--precision", action="append", default=[], help="default: int4-bf16, K2.6's own")
-    parser.add_argument("--ranks", type=int, action="append", default=[], help="real ones, a GPU each")
+    parser.add_argument("--ranks", type=int, action="append", default=[], help="real ones")
     parser.add_argument("--alone", type=int, action="append", default=[], help="the share of one of so many ranks")
     parser.add_argument("--no-graphs", action="store_true", help="every launch by itself")
     parser.add_argument("--several-only", action="store_true", help="leave out one rank")
@@ -96,8 +82,11 @@ def main() -> int:
     if not options.file.exists():
         k26.write(options.file, config, lambda text: print(text, file=sys.stderr, flush=True))
     engines: list[tuple[str, Any]] = [] if options.several_only else [("one rank", lambda: create("cuda"))]
-    engines += [(f"share of {n} ranks, alone", lambda n=n: CsrcEngine("cuda:0", repeating(n))) for n in options.alone]
-    engines += [(f"{n} ranks", lambda n=n: create("cuda", ranks=n)) for n in options.ranks]
+    engines += [(f"share of {n} ranks, alone", lambda n=n: CsrcEngine("cuda:0", share.alone(n))) for n in options.alone]
+    gpus = len(survey().gpus)
+    for n in options.ranks:
+        label = f"{n} ranks that share {gpus} GPU(s)" if n > gpus else f"{n} ranks"
+        engines.append((label, lambda n=n: create("cuda", ranks=n)))
     found: list[dict[str, Any]] = []
     logits: dict[Any, Any] = {}
     for label, make in engines:

@@ -133,6 +133,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--file", type=Path, required=True, help="made with layers of K2.6's sizes if it is not there")
     parser.add_argument("--layers", type=int, default=k26.LAYERS, help="of a file that is made")
     parser.add_argument("--vocab", type=int, default=8192, help="of a file that is made")
+    parser.add_argument("--share-of", type=int, default=1, metavar="N", help="one of N ranks alone, by itself")
     parser.add_argument("--precision", default="int4-bf16")
     parser.add_argument("-M", type=int, action="append", default=[], help="rows of a forward (default 1 and 16)")
     parser.add_argument("--json", type=output, help="write the lines here as well")
@@ -149,6 +150,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _traced(options: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
     from engine import create
+    from engine.session import CsrcEngine
+    from harness.bench import share
 
     if not options.file.exists():
         config = k26.model(num_layers=options.layers, vocab_size=options.vocab)
@@ -158,7 +161,8 @@ def _traced(options: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
     config = ModelConfig.of(split(read(options.file).fields)[0], str(options.file))
     given = k26.requests(config, tuple(m for m in widths if m > 1), step.BLOCK)
     seen: dict[str, list[dict[str, Any]]] = {}
-    with create("cuda").load(options.file, options.precision, max_rows=max(widths)) as session:
+    engine = create("cuda") if options.share_of == 1 else CsrcEngine("cuda:0", share.alone(options.share_of))
+    with engine.load(options.file, options.precision, max_rows=max(widths)) as session:
         for width in widths:
             found = lines(*trace(session, given[width]))
             print("\n".join(table(width, found)), flush=True)

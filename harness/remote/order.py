@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from harness.gpu_share import ranks_share
 from harness.matrix import Point
 from harness.remote.hosts import Host
 from harness.remote.share import Pool
@@ -44,7 +45,9 @@ def able(host: Host, point: Point) -> bool:
     """Whether ``host`` has what the cell needs."""
     if point.device not in host.devices:
         return False
-    return point.device == "cpu" or (host.gpus is not None and point.ranks <= host.gpus.count)
+    if point.device == "cpu" or host.gpus is None:
+        return point.device == "cpu"
+    return point.ranks <= host.gpus.count or ranks_share(host.environment)
 
 
 def pools(order: Order, hosts: Sequence[Host]) -> dict[str, Pool]:

@@ -1,4 +1,4 @@
-"""Tests of the CUDA backend. Those that need a GPU, or two, are collected only where they are; the header says so."""
+"""Tests of the CUDA backend. Those that need a GPU are collected only where one is; the header says so."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from harness.environment import survey
 
 NEED_A_GPU = [
     "test_rows.py", "test_mla_k26.py", "test_products.py", "test_step_k26.py", "test_decoding.py", "test_backend.py",
-    "test_cluster.py",
+    "test_cluster.py", "test_ranks.py",
 ]  # fmt: skip
-NEED_TWO = ["test_ranks.py"]
 
 
-collect_ignore = [*([] if survey().gpus else NEED_A_GPU), *([] if len(survey().gpus) > 1 else NEED_TWO)]
+collect_ignore = [] if survey().gpus else NEED_A_GPU
 
 
 def pytest_report_header() -> str:
@@ -21,8 +20,8 @@ def pytest_report_header() -> str:
     seen = survey()
     names = ", ".join(f"{g.name} (sm_{g.arch})" for g in seen.gpus)
     if names:
-        return f"tests/cuda: on {names}" + ("" if len(seen.gpus) > 1 else f"; {', '.join(NEED_TWO)} left out: one GPU")
-    return f"tests/cuda: {', '.join([*NEED_A_GPU, *NEED_TWO])} left out: {seen.reason}"
+        return f"tests/cuda: on {names}" + ("" if len(seen.gpus) > 1 else ", which ranks share; NCCL is left out")
+    return f"tests/cuda: {', '.join(NEED_A_GPU)} left out: {seen.reason}"
 
 
 @pytest.fixture(scope="session")

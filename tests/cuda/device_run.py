@@ -51,6 +51,8 @@ class Stage:
 GENERIC = {"KDTREE_CUDA_TENSOR": "0"}
 K26_STEP = "tests/cuda/test_step_k26.py"
 """Asks for tensor cores itself, and fills the GPU: alone."""
+RANKS = "tests/cuda/test_ranks.py"
+"""Jobs of several processes, with times that they must keep: alone."""
 SCALE = ("k26_slice", "k26_layer", "k26_bf16", "stated")
 
 
@@ -60,7 +62,7 @@ def stages(out: Path, scratch: Path) -> dict[str, Stage]:
     # Relative paths, so that the ledger's command names no folder of this machine.
     pytest = [*module, "pytest", "-q", "-p", "no:benchmark", "-p", "no:cacheprovider"]
     harness = [*module, "harness"]
-    operations = ["tests/cuda", "--ignore", K26_STEP]
+    operations = ["tests/cuda", "--ignore", K26_STEP, "--ignore", RANKS]
 
     def matrix(name: str, *options: str) -> list[str]:
         folder = ["--run-dir", str(scratch / name)]
@@ -115,7 +117,7 @@ def stages(out: Path, scratch: Path) -> dict[str, Stage]:
         "synccheck": Stage(sanitize("synccheck"), 400),
         "initcheck": Stage(sanitize("initcheck"), 400),
         "racecheck": Stage(sanitize("racecheck", "--racecheck-report", "all"), 500),
-        "ranks-tests": Stage([*pytest, "tests/cuda/test_ranks.py"], 200, gpus=2),
+        "ranks-tests": Stage([*pytest, RANKS], 200),
         "ranks-matrix": Stage(matrix("ranks-matrix", "-n", "0", "--ranks", "2"), 500, gpus=2),
         "ranks": Stage(ranks(), 400, gpus=2),
         "timeline": Stage(timeline(), 120),

@@ -1,4 +1,7 @@
-"""Ranks on GPUs: exchanges in captured graphs, the plan against what is allocated, the ends of jobs that fail."""
+"""Ranks on GPUs: exchanges in captured graphs, the plan against what is allocated, the ends of jobs that fail.
+
+Where there are fewer GPUs than ranks, these share them: their windows, kernels and graphs are the same, only slow.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,9 @@ from engine import plan
 from engine.ranks.engine import RankedEngine, RankedSession
 from engine.ranks.exchange import WINDOW
 from harness.bundles import ensure
+from harness.environment import survey
 from harness.golden import Golden
+from harness.gpu_share import SHARE
 from harness.protocol import RankError
 from refs.config import ModelConfig
 from refs.drafter_config import split
@@ -32,6 +37,14 @@ def golden() -> Golden:
     return Golden.open(ensure(["experts"])["experts"], "int4")
 
 
+@pytest.fixture(scope="module", autouse=True)
+def shared() -> Iterator[None]:
+    """Ranks may have a GPU together."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(SHARE, "1")
+        yield
+
+
 @pytest.fixture(scope="module")
 def ranked(golden: Golden) -> Iterator[RankedEngine]:
     made = RankedEngine("cuda", 2)
@@ -39,7 +52,12 @@ def ranked(golden: Golden) -> Iterator[RankedEngine]:
     made.close()
 
 
-@pytest.mark.parametrize("window", [True, False], ids=["window", "nccl"])
+NCCL = pytest.param(
+    False, id="nccl", marks=pytest.mark.skipif(len(survey().gpus) < 2, reason="NCCL wants a GPU for every rank")
+)
+
+
+@pytest.mark.parametrize("window", [pytest.param(True, id="window"), NCCL])
 def test_exchanges_are_part_of_the_graph(golden: Golden, monkeypatch: pytest.MonkeyPatch, window: bool) -> None:
     """The second decode replays what the first captured: as many exchanges by count, and one device's bits in both."""
     request = golden.request("noisy")
@@ -63,6 +81,20 @@ def test_exchanges_are_part_of_the_graph(golden: Golden, monkeypatch: pytest.Mon
     captured = calls[1] - calls[0] - prefill - 1  # what Python was called for: one round, whatever their number
     assert captured == 4 * layers + 3 + 2
     assert calls[2] - calls[1] == prefill + 1
+
+
+def test_four_ranks_have_one_gpus_bits() -> None:
+    path = ensure(["eight"])["eight"]
+    request = Golden.open(path, "int4").request("noisy")
+    found = []
+    for ranks in (1, 4):
+        made = engine.create("cuda", ranks=ranks)
+        with made.load(path, "int4") as session:
+            found.append(session.decode(request))
+        if isinstance(made, RankedEngine):
+            made.close()
+    assert found[0].tokens == found[1].tokens
+    assert np.array_equal(found[0].logits.view(np.uint32), found[1].logits.view(np.uint32))  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("precision", ["fp32", "int4", "bf16"])

@@ -19,13 +19,15 @@ from together import Together
 
 import engine
 from engine.library import named_errors
-from engine.ranks.exchange import MIB, WINDOW, window_bytes
+from engine.ranks.exchange import MIB, WINDOW, gpus_of_ranks, window_bytes
 from engine.ranks.member import member
 from engine.session import CsrcEngine, CsrcSession
+from harness.bench.share import COUNTERS, own_window
 from harness.bundles import ensure
 from harness.golden import Golden
+from harness.gpu_share import SHARE
 from harness.matrix import PRECISIONS
-from harness.protocol import F32, ConfigError, RankDiverged, RankError, RequestError, TokenError
+from harness.protocol import F32, ConfigError, DeviceError, RankDiverged, RankError, RequestError, TokenError
 
 
 @pytest.fixture(scope="module")
@@ -244,6 +246,35 @@ def test_other_logits_on_one_rank_are_noticed_in_their_round(bundle: Path) -> No
             many.call("decode", golden.request())
 
 
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+def test_a_rank_alone_finds_what_it_sends_as_that_of_all(ranks: int) -> None:
+    size = 1 << 20
+    window = own_window(4096, size, ranks)
+    share = window.addresses[1] - window.addresses[0]
+    assert share % 16 == 0
+    for rank, to in enumerate(window.addresses):
+        assert to == window.addresses[0] + rank * share  # rank 0's words there are rank's words here
+    assert 4096 + size - 2 * ranks * 16 < window.addresses[-1] + COUNTERS + (ranks + 1) * share <= 4096 + size
+
+
+@pytest.mark.skipif("cuda" not in devices(), reason="exchanges by kernels are the CUDA backend's")
+@pytest.mark.parametrize("count", [2, 4])
+def test_cuda_a_rank_alone_gathers_its_own_part(count: int) -> None:
+    import torch
+
+    size, sent = 1 << 20, np.random.default_rng(count).integers(0, 256, (1, 1024), np.uint8)
+    ops = Ops("cuda", poison=False)
+    room = torch.zeros(size, dtype=torch.uint8, device="cuda")
+    window = own_window(room.data_ptr(), size, count)
+    torch.cuda.synchronize()
+    ops.call("open_window", 0, list(window.addresses), size, 1.0)
+    for _ in range(5):
+        out = ops.empty(1, count * sent.size, dtype=np.uint8)
+        ops.call("unshard", ops.tensor(sent), [out], [0], [1], 1, ops.state(1), count, OWN)
+        assert np.array_equal(out.cpu().numpy(), np.tile(sent, count))
+    ops.close()
+
+
 @pytest.mark.parametrize(
     ("text", "local", "mib"), [(None, "2", MIB), (None, "1", 0), ("0", "2", 0), ("64", "1", 0), ("48", "2", 48)]
 )
@@ -262,6 +293,20 @@ def test_a_window_of_no_number(monkeypatch: pytest.MonkeyPatch, text: str) -> No
     monkeypatch.setenv(WINDOW, text)
     with pytest.raises(ConfigError, match=WINDOW):
         window_bytes()
+
+
+def test_ranks_share_gpus_only_where_they_are_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    monkeypatch.delenv(SHARE, raising=False)
+    assert gpus_of_ranks(4) == gpus_of_ranks(8) == (0, 1, 2, 3)
+    for allowed, gpus in [("", 3), ("0", 1), ("1", 0)]:
+        monkeypatch.setenv(SHARE, allowed)
+        with pytest.raises(DeviceError, match=f"4 ranks need 4 GPUs, {gpus} visible; {SHARE}=1"):
+            gpus_of_ranks(gpus)
+    monkeypatch.setenv(SHARE, "1")
+    assert gpus_of_ranks(1) == (0, 0, 0, 0)
+    assert gpus_of_ranks(2) == (0, 1, 0, 1)
+    assert gpus_of_ranks(4) == (0, 1, 2, 3)
 
 
 def test_exchanges_of_a_step(bundle: Path) -> None:

@@ -6,10 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from harness import gpu_share
+from harness import gpu_share, prepare, run
 from harness.bundles import ensure
-from harness.gpu import CONTEXT_BYTES, Gpu, GpuBusy
-from harness.gpu_share import GpuTooSmall, give, leased, session_bytes, workers_that_fit
+from harness.gpu import CONTEXT_BYTES, Gpu, GpuBusy, Survey
+from harness.gpu_share import SHARE, GpuTooSmall, give, leased, session_bytes, workers_that_fit
+from harness.prepare import Infrastructure, Plan
+from harness.remote.hosts import Gpus, Host
+from harness.remote.order import able
+from harness.run import Run
 from refs import kdtr
 
 
@@ -54,3 +58,30 @@ def test_a_second_run_waits_for_the_first(tmp_path: Path, monkeypatch: pytest.Mo
         pass
     with leased(pair, "two"):
         pass
+
+
+def test_more_ranks_than_gpus_share_them_only_if_told_to_and_the_ledger_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (prepare, run):
+        monkeypatch.setattr(module, "survey", lambda: Survey((card(1),), "", "580"))
+    monkeypatch.delenv(SHARE, raising=False)
+    with pytest.raises(Infrastructure, match=f"--ranks 4: every rank needs a GPU, and there is 1 here; {SHARE}=1"):
+        prepare.points_of("csrc", ["cuda"], [4])
+    monkeypatch.setenv(SHARE, "1")
+    points = prepare.points_of("csrc", ["cuda"], [4, 1])
+    assert {point.ranks for point in points} == {1, 4}
+    notes = {}
+    for ranks in (1, 4):
+        expected = tuple(point.id for point in points if point.ranks == ranks)
+        plan = Plan("csrc", ("cuda",), expected, "")
+        notes[ranks] = Run(plan, (), run_dir=tmp_path / str(ranks), host="box", command="").finish().notes
+    assert notes == {1: (), 4: (f"up to 4 ranks shared 1 GPU(s) of box ({SHARE})",)}
+
+
+def test_a_host_whose_ranks_share_takes_cells_of_more_ranks_than_gpus() -> None:
+    of_four = next(point for point in prepare.of_run(["cuda"], ranks=[4]) if point.ranks == 4)
+    one = {"name": "box", "address": "box", "gpus": Gpus(count=1, kind="H200"), "architectures": ("sm_90",)}
+    assert not able(Host(**one), of_four)
+    assert able(Host(**one, environment={SHARE: "1"}), of_four)
+    assert not able(Host(name="box", address="box", environment={SHARE: "1"}), of_four)
