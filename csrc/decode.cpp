@@ -192,14 +192,13 @@ void Session::forward_round() {
 }
 
 // What this rank holds of the rounds up to this one - its logits, and the decisions it was given - as one number, and every other rank's
-// beside it.
+// beside it, each followed by the round.
 void Session::sum_round() {
-  auto* sum = static_cast<uint64_t*>(sum_.get());
   const int32_t* n_rows = &forward_->state()->n_rows;
-  backend_->checksum({sum, 3, {{forward_->logits(), static_cast<size_t>(config_.vocab_size), width_, n_rows},
+  backend_->checksum({static_cast<uint64_t*>(step_->sum.get()), 3, {{forward_->logits(), static_cast<size_t>(config_.vocab_size), width_, n_rows},
                                {step_->out.get(), sizeof(RoundOut) / 4, 1, nullptr},
                                {step_->tokens.get(), 1, width_, n_rows}}});
-  collective_.all_gather(step_->sums.get(), sum, sizeof *sum);
+  collective_.all_gather(step_->told().at, step_->summed().at, step_->summed().bytes);
 }
 
 void Session::compare_round(const std::vector<uint64_t>& sums, double seconds) {
@@ -224,9 +223,11 @@ std::vector<int32_t> Session::round(int64_t ticket) {
   const StepMemory::Span told = step_->told();
   std::vector<unsigned char> raw(told.bytes);
   backend_->download(raw.data(), told.at, raw.size());
-  const unsigned char* decided = raw.data() + (told.bytes - step_->out.bytes());
-  std::vector<uint64_t> sums(step_->sums.bytes() / sizeof(uint64_t));
-  std::memcpy(sums.data(), raw.data(), step_->sums.bytes());
+  const Ranks& ranks = collective_.ranks();
+  std::vector<uint64_t> sums(ranks.alone() ? 0 : static_cast<size_t>(ranks.count));
+  const size_t each = told.bytes / static_cast<size_t>(ranks.count);
+  for (size_t r = 0; r < sums.size(); ++r) std::memcpy(&sums[r], raw.data() + r * each, sizeof sums[r]);
+  const unsigned char* decided = raw.data() + (static_cast<size_t>(ranks.rank) + 1) * each - step_->out.bytes();
   RoundOut out;
   std::memcpy(&out, decided, sizeof out);
   if (out.error != kFaultNone) {

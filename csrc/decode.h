@@ -128,7 +128,6 @@ class Session {
   DrafterWeights draft_weights_{};    // on the lead, as what follows
   std::unique_ptr<Drafter> drafter_;  // made by the first decode that drafts with it: its cache is as long as the context
   Buffer scores_;
-  Buffer sum_;                    // this rank's checksum of its rounds
   Buffer draft_, logit_log_, tree_log_, costs_;  // grown on demand, kept between decodes
   int length_ = 0;
   StepState state_{};          // what the next step starts from

@@ -28,7 +28,7 @@ StepMemory::StepMemory(Backend& backend, int max_rows, Ranks ranks) {
     Buffer& buffer;
     size_t bytes;
     const char* what;
-  } parts[] = {{sums, ranks.alone() ? 0 : sizeof(uint64_t) * static_cast<size_t>(ranks.count), "rank.sums"},
+  } parts[] = {{sum, ranks.alone() ? 0 : sizeof(uint64_t), "rank.sum"},
                {out, sizeof(RoundOut) + sizeof(int32_t) * m, "round"}, {accepted, sizeof(int32_t) * m, "accepted"},
                {choice, sizeof(int32_t) * m, "choice"},                {state, sizeof(StepState), "state"},
                {tokens, sizeof(int32_t) * m, "rows.tokens"},           {parents, sizeof(int32_t) * m, "rows.parents"},
@@ -44,6 +44,13 @@ StepMemory::StepMemory(Backend& backend, int max_rows, Ranks ranks) {
     part.buffer = !ranks.alone() ? Buffer::view(at, part.bytes) : told ? Buffer::told(backend, part.bytes, part.what) : Buffer(backend, part.bytes, part.what);
     at += ranks.alone() ? 0 : padded(part.bytes);
   }
+  if (ranks.alone()) return;
+  backend.fill_zero(sum.get(), sum.bytes());
+  const Span own = summed();
+  const size_t all = own.bytes * static_cast<size_t>(ranks.count);
+  // Only operations may write there, and no library.
+  const bool within = backend.gathers({own.at, own.bytes, ranks.count, {{own.at, 0, own.bytes, 1}, {}}, 1, 1, nullptr, Origin::kOwn});
+  told_ = within ? Buffer::told(backend, all, "rank.told") : Buffer(backend, all, "rank.told");
 }
 
 StepMemory::Span StepMemory::span(const Buffer& first, const Buffer& last) {

@@ -98,12 +98,13 @@ Stated read_stated(const int64_t* numbers, const std::string& file, const std::s
 ModelWeights load_weights(Backend& backend, const KdtrView& file, const ModelConfig& config, Precision precision, Ranks ranks);
 
 // What a step is about, and what came of it. With several ranks all of it is one buffer, so that the lead hands over its decisions
-// in one broadcast; alone, every array stands between guard zones of its own.
+// in one broadcast; alone, every array stands between guard zones of its own. What came of it the host reads where operations write it for
+// the host alone, if they can: alone the round itself, of several ranks what their last exchange gathers.
 class StepMemory {
  public:
   StepMemory(Backend& backend, int max_rows, Ranks ranks);
 
-  Buffer sums;  // every rank's checksum of a round; none alone
+  Buffer sum;  // this rank's checksum of its rounds; none alone
   Buffer out, accepted, choice, state, tokens, parents, depths, path;
   struct Span {
     void* at;
@@ -112,11 +113,13 @@ class StepMemory {
   Span chosen() const { return span(choice, state); }  // after a choice
   Span decided() const { return span(out, state); }    // after an accept
   Span planned() const { return span(state, path); }   // before a forward
-  Span told() const { return sums.bytes() > 0 ? span(sums, out) : span(out, out); }  // what the host reads of a round
+  Span summed() const { return span(sum, out); }       // after a checksum, to be gathered in told()
+  // What the host reads of a round: its outcome or, of several ranks, everyone's summed().
+  Span told() const { return told_.bytes() > 0 ? span(told_, told_) : span(out, out); }
 
  private:
   static Span span(const Buffer& first, const Buffer& last);
-  Buffer block_;
+  Buffer block_, told_;
 };
 
 // cos and sin of the positions 0 .. positions-1, see rope_table.

@@ -47,8 +47,6 @@ Session::Session(std::unique_ptr<Backend> backend, std::shared_ptr<const KdtrFil
     }
   }
   if (ranks.alone()) return;
-  sum_ = Buffer(*backend_, sizeof(uint64_t), "rank.sum");
-  backend_->fill_zero(sum_.get(), sizeof(uint64_t));
   scrub_ = std::make_unique<Scrub>(*backend_, weights_.resident, ranks);
 }
 

@@ -248,6 +248,7 @@ void CudaBackend::download(void* host, const void* src, size_t bytes) {
   enter("download", false);
   if (const auto found = allocations_.find(static_cast<char*>(const_cast<void*>(src))); found != allocations_.end() && found->second.told) {
     KD_CUDA(cudaStreamSynchronize(stream_));
+    check_exchanges();
     std::memcpy(host, src, bytes);
     return;
   }
