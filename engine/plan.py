@@ -7,7 +7,6 @@ sessions allocate. GiB are 2^30 bytes. What the driver, CUDA's context and NCCL 
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
 from collections.abc import Sequence
@@ -15,6 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from engine.ranks.shares import undivided
+from harness import plain_json
 from harness.bench import k26
 from harness.cells import FAILED, INFRASTRUCTURE, PASSED
 from harness.cli import Parser
@@ -249,7 +249,7 @@ def main(argv: Sequence[str]) -> int:
         return INFRASTRUCTURE
     if options.json:
         rows = [{**asdict(p), "total": p.total, "fits": p.total <= room} for p in plans]
-        print(json.dumps({"config": options.config, "room": room, "longest_context": best, "plans": rows}, indent=1))
+        print(plain_json.text({"config": options.config, "room": room, "longest_context": best, "plans": rows}))
     else:
         print("\n".join(table(config, options, room)))
     return PASSED if best else FAILED

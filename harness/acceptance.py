@@ -10,14 +10,14 @@ Exit status 0 when every output is AR's, 1 when one is not, 3 for anything that 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from harness import plain_json
 from harness.cells import FAILED, INFRASTRUCTURE, PASSED
 from harness.cli import Parser, output, positive
 from harness.environment import environment
@@ -184,9 +184,9 @@ def _content(options: argparse.Namespace, lines: Sequence[Line]) -> bytes:
         "dirty": list(sources.dirty),
         "environment": environment(),
         "request": asked,
-        "lines": [asdict(line) for line in lines],
+        "lines": lines,
     }
-    return (json.dumps(content, indent=1) + "\n").encode()
+    return (plain_json.text(content) + "\n").encode()
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from harness import plain_json
 from harness.bundle_lock import (
     LOCK,
     UPDATE,
@@ -284,7 +285,7 @@ def main(argv: Sequence[str]) -> int:
     pins = read_lock()
     if options.json:
         rows = {name: {"path": str(path), "sha256": pins[name]["sha256"]} for name, path in paths.items()}
-        print(json.dumps(rows, indent=2))
+        print(plain_json.text(rows))
     else:
         for name, path in paths.items():
             print(f"{pins[name]['sha256'][:16]}  {path.stat().st_size / 1e6:7.2f} MB  {path}")

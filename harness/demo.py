@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from engine import costs
-from harness import tree_text
+from harness import plain_json, tree_text
 from harness.cells import FAILED, INFRASTRUCTURE, PASSED
 from harness.cli import Parser, positive
 from harness.golden import Golden
@@ -264,7 +264,7 @@ def main(argv: Sequence[str]) -> int:
     if options.json:
         asked = {**vars(options), "drafter": drafters, "budget": "auto" if options.budget is None else options.budget}
         content: dict[str, Any] = {**asked, "results": [asdict(r) | {"speed_up": r.speed_up} for r in flat]}
-        print(json.dumps(content, indent=1))
+        print(plain_json.text(content))
     else:
         print(f"config {options.config}, engine {options.engine} on {options.device}, greedy")
         print(

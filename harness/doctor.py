@@ -5,14 +5,14 @@ Exit status 0 when the CPU path works (build, bundles, matrix), 3 when something
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from harness import environment as machine
+from harness import plain_json
 from harness.cells import INFRASTRUCTURE, PASSED
 from harness.cli import Parser
 
@@ -131,7 +131,7 @@ def main(argv: Sequence[str]) -> int:
     cuda = all(finding.ok for finding in findings if finding.needed_for == "cuda")
     if json_wanted:
         content = {"cpu": works, "cuda": cuda and works, "environment": machine.environment()}
-        print(json.dumps({**content, "findings": [asdict(finding) for finding in findings]}, indent=1))
+        print(plain_json.text({**content, "findings": findings}))
         return PASSED if works else INFRASTRUCTURE
     for name in ("os", "cpu", "cpu_features"):
         print(f"{name:<20} {machine.environment()[name]}")

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from harness import plain_json
 from harness.cells import INFRASTRUCTURE, PASSED
 from harness.cli import Parser
 from refs.kdtr import Kdtr, KdtrError, read
@@ -82,11 +83,11 @@ def main(argv: Sequence[str]) -> int:
         if options.tensor:
             entry = {**asdict(file.entries[options.tensor])} if options.tensor in file.entries else {}
             entry.update(_values(file, options.tensor))
-            print(json.dumps(entry, indent=1) if options.json else "\n".join(f"{k:<10} {v}" for k, v in entry.items()))
+            print(plain_json.text(entry) if options.json else "\n".join(f"{k:<10} {v}" for k, v in entry.items()))
         elif options.json:
             tensors = [asdict(entry) for entry in file.entries.values()]
             head = {"file": file.file, "file_size": file.file_size, "verified": options.verify}
-            print(json.dumps({**head, "fields": dict(file.fields), "tensors": tensors, "meta": _meta(file)}, indent=1))
+            print(plain_json.text({**head, "fields": file.fields, "tensors": tensors, "meta": _meta(file)}))
         else:
             _print(file, options.verify)
     except KdtrError as error:

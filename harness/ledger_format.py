@@ -18,27 +18,13 @@ from functools import cache
 from typing import Any, NoReturn, TypeVar
 
 from harness.cells import SCHEMA, Cell, Check, Ledger, Verdict, judge
+from harness.plain_json import plain
 
 T = TypeVar("T")
 
 
 class LedgerError(Exception):
     """A ledger or a cell record is damaged, inconsistent or does not fit another one: ``FILE: FIELD: reason``."""
-
-
-def _plain(value: Any) -> Any:
-    """JSON values only, records as mappings, keys sorted by the writer; NaN and infinities as strings."""
-    if is_dataclass(value):
-        return {f.name: _plain(getattr(value, f.name)) for f in fields(value)}
-    if isinstance(value, Enum):
-        return value.value
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    return value
 
 
 def canonical(content: Mapping[str, Any]) -> bytes:
@@ -70,15 +56,15 @@ def _laid_out(value: Any, margin: str = "") -> str:
 
 
 def _cell_content(cell: Cell) -> dict[str, Any]:
-    content = _plain(cell)
-    for check, plain in zip(cell.checks, content["checks"], strict=True):
-        plain["ok"] = check.ok
+    content = plain(cell)
+    for check, written in zip(cell.checks, content["checks"], strict=True):
+        written["ok"] = check.ok
     return dict(content)
 
 
 def ledger_bytes(ledger: Ledger) -> bytes:
     """The ledger's file."""
-    return seal({**_plain(replace(ledger, cells=())), "cells": [_cell_content(cell) for cell in ledger.cells]})
+    return seal({**plain(replace(ledger, cells=())), "cells": [_cell_content(cell) for cell in ledger.cells]})
 
 
 def cell_bytes(cell: Cell) -> bytes:

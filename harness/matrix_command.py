@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 
+from harness import plain_json
 from harness.cells import DEVICES, FAILED, INCOMPLETE, INFRASTRUCTURE, PASSED
 from harness.cli import ENGINE_HELP, EXIT_STATUSES, Parser, positive
 from harness.sources import ROOT
@@ -96,7 +96,7 @@ def matrix(argv: Sequence[str]) -> int:
         print(f"kdtree matrix: {error}", file=sys.stderr)
         return INFRASTRUCTURE
     if options.json:
-        print(json.dumps([{"id": point.id, **asdict(point)} for point in points], indent=1))
+        print(plain_json.text([{"id": point.id, **asdict(point)} for point in points]))
     else:
         print("\n".join(point.id for point in points))
     return PASSED

@@ -9,16 +9,16 @@ Exit status 0 when measured, 3 for anything that kept it from running.
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from harness import plain_json
 from harness.cells import INFRASTRUCTURE, PASSED
 from harness.cli import Parser
 from harness.matrix import F32_PRECISIONS
@@ -162,7 +162,7 @@ def main(argv: Sequence[str]) -> int:
             session.close()
     except (Infrastructure, EngineError, RefError) as error:
         return fail(error)
-    print(json.dumps(asdict(quality), indent=1) if options.json else show(quality))
+    print(plain_json.text(quality) if options.json else show(quality))
     return PASSED
 
 

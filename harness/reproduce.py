@@ -20,10 +20,11 @@ import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from harness import plain_json
 from harness.bundle_lock import LOCK, first_difference, pin_of, read_lock
 from harness.cells import FAILED, INFRASTRUCTURE, PASSED
 from harness.cli import Parser
@@ -294,7 +295,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--describe", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     if options.make or options.describe:
-        print(json.dumps(make(options.configs) if options.make else describe_interpreter()))
+        print(plain_json.text(make(options.configs) if options.make else describe_interpreter()))
         return PASSED
     from refs import recipe
 
@@ -303,7 +304,7 @@ def main(argv: Sequence[str]) -> int:
     tried = [o for o in outcomes if o.result != "not tried"]
     differing = [o for o in tried if o.result == "differs"]
     if options.json:
-        print(json.dumps({"configs": list(configs), "outcomes": [asdict(o) for o in outcomes]}, indent=2))
+        print(plain_json.text({"configs": list(configs), "outcomes": list(outcomes)}))
     else:
         print(table(outcomes))
         print(f"{len(tried) - len(differing)} of {len(tried)} variants made the pinned bytes of {len(configs)} bundles")

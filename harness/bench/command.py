@@ -6,7 +6,6 @@ Nothing is asserted: a missed target is printed as missed and leaves the exit st
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import tempfile
@@ -15,6 +14,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from harness import plain_json
 from harness.cells import DEVICES, INFRASTRUCTURE, PASSED
 from harness.cli import DEVICE_HELP, Parser, output, positive
 from harness.files import write_atomic
@@ -212,5 +212,5 @@ def main(argv: Sequence[str]) -> int:
         good = False
     out["header"]["load_average_after"] = list(os.getloadavg())
     if options.json:
-        write_atomic(options.json, (json.dumps(out, indent=1) + "\n").encode())
+        write_atomic(options.json, (plain_json.text(out) + "\n").encode())
     return PASSED if good else INFRASTRUCTURE

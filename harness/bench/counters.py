@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import csv
 import io
-import json
 import re
 import shutil
 import subprocess
@@ -22,6 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from harness import plain_json
 from harness.bench.cases import cases, choose
 from harness.cells import INFRASTRUCTURE, PASSED
 from harness.cli import Parser, output
@@ -162,7 +162,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parts = [f"{label.split(' [')[0]} {value:g}" for label, value in figures.items()]
         print(f"{entry['case']}: {entry['kernel'][:60]}\n    {'; '.join(parts)}")
     if options.json:
-        write_atomic(options.json, (json.dumps(found, indent=1) + "\n").encode())
+        write_atomic(options.json, (plain_json.text(found) + "\n").encode())
     return PASSED
 
 

@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from harness import plain_json
 from harness.bench import k26, step
 from harness.cells import INFRASTRUCTURE, PASSED
 from harness.cli import Parser, output
@@ -144,7 +145,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return INFRASTRUCTURE
     if options.json:
-        write_atomic(options.json, (json.dumps(seen, indent=1) + "\n").encode())
+        write_atomic(options.json, (plain_json.text(seen) + "\n").encode())
     return PASSED
 
 

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import math
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
 from datetime import datetime, timezone
 from pathlib import Path
 
+from harness import plain_json
 from harness.cells import DEVICES, INFRASTRUCTURE, PASSED, Ledger, Verdict
 from harness.cli import EXIT_STATUSES, Parser
 from harness.gate.rules import ENGINE, Demand, Finding, judge, status
@@ -42,7 +41,7 @@ def _say(path: Path, ledger: Ledger | None, findings: Sequence[Finding], demand:
     summary = _describe(ledger, demand.waivers) if ledger and demand else "no ledger could be judged"
     if as_json:
         content = {"ledger": str(path), "status": outcome, "open": outcome == PASSED, "summary": summary}
-        print(json.dumps({**content, "findings": [asdict(finding) for finding in findings]}, indent=1))
+        print(plain_json.text({**content, "findings": findings}))
         return
     width = max((len(finding.kind) for finding in findings), default=0)
     for kind in dict.fromkeys(finding.kind for finding in findings):

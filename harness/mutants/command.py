@@ -8,7 +8,6 @@ does not compile has a row that says so, and the others go on.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
 import threading
@@ -18,7 +17,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from fractions import Fraction
 from pathlib import Path
 
-from harness import bundles
+from harness import bundles, plain_json
 from harness.bundle_lock import BundleError
 from harness.cells import FAILED, INFRASTRUCTURE, PASSED
 from harness.cli import Parser, output, positive
@@ -142,13 +141,14 @@ def main(argv: Sequence[str]) -> int:
     def keep(results: Sequence[Result]) -> None:
         if options.out:
             records = [result.record() for result in results]
-            write_atomic(options.out, (json.dumps(records, indent=1) + "\n").encode())
+            write_atomic(options.out, (plain_json.text(records) + "\n").encode())
 
     try:
         faults = chosen(options)
         if options.list:
-            for fault in faults:
-                say(f"{fault.name:<34} {fault.group:<10} {fault.says}")
+            rows = [{"name": fault.name, "group": fault.group, "says": fault.says} for fault in faults]
+            lines = (f"{row['name']:<34} {row['group']:<10} {row['says']}" for row in rows)
+            print(plain_json.text(rows) if options.json else "\n".join(lines))
             return PASSED
         if options.compile_only:
             return compile_only(faults, options.device, options.json, say)
@@ -163,7 +163,7 @@ def main(argv: Sequence[str]) -> int:
     for text in summary(results):
         say(text)
     if options.json:
-        print(json.dumps([result.record() for result in results], indent=1))
+        print(plain_json.text([result.record() for result in results]))
     if any(result.broken for result in results):
         return INFRASTRUCTURE
     return PASSED if all(result.good for result in results) else FAILED
@@ -178,7 +178,7 @@ def compile_only(faults: Sequence[Fault], device: str, as_json: bool, say: bundl
         say(f"{name:<34} DOES NOT BUILD: {why}")
     say(f"{len(faults) - len(broken)} of {len(faults)} faults and controls compile ({time.monotonic() - start:.0f} s)")
     if as_json:
-        print(json.dumps(broken, indent=1))
+        print(plain_json.text(broken))
     return INFRASTRUCTURE if broken else PASSED
 
 

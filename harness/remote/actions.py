@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from harness import ledger as ledgers
+from harness import plain_json
 from harness.cells import INFRASTRUCTURE, PASSED, Verdict, exit_status
 from harness.filters import select
 from harness.matrix import of_run
@@ -90,7 +91,7 @@ def _look(hosts: Sequence[Host], console: Console, json_wanted: bool, one: Calla
             console.show(host.name, f"cannot be used: {error}")
         fine = fine and good
     if json_wanted:
-        print(json.dumps({"ok": fine, "hosts": report}, indent=1))
+        print(plain_json.text({"ok": fine, "hosts": report}))
     return PASSED if fine else INFRASTRUCTURE
 
 

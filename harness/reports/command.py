@@ -7,8 +7,6 @@ and with 3 when the ledger cannot be read.
 from __future__ import annotations
 
 import argparse
-import json
-import math
 import os
 import sys
 from collections.abc import Sequence
@@ -16,6 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from harness import plain_json
 from harness.cells import INFRASTRUCTURE, PASSED, Ledger
 from harness.cli import Parser, output
 from harness.files import write_atomic
@@ -39,11 +38,6 @@ def write_reports(ledger: Ledger, run_dir: Path, comparison: Comparison | None =
     return target
 
 
-def _number(value: float) -> float | str:
-    """As a ledger writes it."""
-    return value if math.isfinite(value) else str(value)
-
-
 def machine(shown: View, comparison: Comparison | None) -> dict[str, Any]:
     """The summary for machines; the ledger itself has everything else."""
     ledger = shown.ledger
@@ -58,7 +52,7 @@ def machine(shown: View, comparison: Comparison | None) -> dict[str, Any]:
                 "id": v.cell.id,
                 "host": v.cell.host,
                 "verdict": v.cell.verdict.value,
-                "margin": _number(v.cell.margin),
+                "margin": v.cell.margin,
                 "closest": v.closest.name if v.closest else None,
                 "detail": v.cell.detail,
                 "rerun": v.cell.rerun,
@@ -83,10 +77,7 @@ def _machine_history(history: History) -> dict[str, Any]:
                 name: getattr(run, name)
                 for name in ("run_id", "started", "commit", "engine", "status", "passed", "wanted")
             },
-            "cells": {
-                id: {**asdict(sample), "margin": None if sample.margin is None else _number(sample.margin)}
-                for id, sample in sorted(run.samples.items())
-            },
+            "cells": {id: asdict(sample) for id, sample in sorted(run.samples.items())},
         }
         for run in history.runs
     ]
@@ -132,7 +123,7 @@ def _report(options: argparse.Namespace) -> list[Path]:
     if options.markdown:
         print(markdown(shown, comparison), end="")
     elif options.json:
-        print(json.dumps(machine(shown, comparison), indent=1, allow_nan=False))
+        print(plain_json.text(machine(shown, comparison)))
     elif not written:
         folder = options.ledger if options.ledger.is_dir() else options.ledger.parent
         written += write_reports(ledger, folder, comparison)
@@ -143,7 +134,7 @@ def _report(options: argparse.Namespace) -> list[Path]:
 def _history(options: argparse.Namespace) -> list[Path]:
     history = load(options.history)
     if options.json:
-        print(json.dumps(_machine_history(history), indent=1, allow_nan=False))
+        print(plain_json.text(_machine_history(history)))
         if not options.html:
             return []
     target = options.html or options.history / HISTORY

@@ -8,12 +8,12 @@ divergence of the first stage that has one is the answer.
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from harness import plain_json
 from harness.cells import DEVICES, FAILED, INFRASTRUCTURE, PASSED, Divergence
 from harness.cli import Parser
 from harness.engines import create
@@ -164,5 +164,5 @@ def main(argv: Sequence[str]) -> int:
             "stages": [{"name": stage.name, "agrees": stage.divergence is None} for stage in done],
             "divergence": None if found is None else asdict(found),
         }
-        print(json.dumps(report, indent=1))
+        print(plain_json.text(report))
     return PASSED if found is None else FAILED

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import errno
 import io
 import json
@@ -17,7 +18,7 @@ from typing import NoReturn
 
 import pytest
 
-from harness import cli, doctor, engines, environment
+from harness import cli, doctor, engines, environment, plain_json
 from harness.demo import main as demo
 from harness.files import said, write_atomic
 from harness.inspect import main as inspect
@@ -443,3 +444,26 @@ def test_demo_closes_what_it_opened(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ReferenceSession, "close", lambda self: closed.append(1))
     assert demo(["--engine", "reference", "--tokens", "1"]) == 0
     assert closed == [1, 1]
+
+
+def test_what_machines_read_is_json_whatever_was_computed(capsys: pytest.CaptureFixture[str]) -> None:
+    """Python writes NaN and infinities as no other reader of JSON takes them."""
+    for arguments in (["trace", "fp32-ar-tiny-cpu"], ["demo", "--precision", "fp32", "--tokens", "2"]):
+        assert cli.main([*arguments, "--engine", "wrong:nan", "--json"]) in (0, 1)
+        json.loads(capsys.readouterr().out, parse_constant=lambda word: pytest.fail(f"{word} is not JSON"))
+    assert cli.main(["mutants", "--list", "-k", "nibble", "--json"]) == 0
+    (first, *_) = json.loads(capsys.readouterr().out)
+    assert set(first) == {"name", "group", "says"}
+    assert json.loads(plain_json.text({"a": [float("nan"), float("-inf"), 1.5]})) == {"a": ["nan", "-inf", 1.5]}
+
+
+def test_json_is_printed_in_one_way() -> None:
+    """By ``harness/plain_json.py``."""
+    apart = {"harness/build.py", "harness/nvcc.py", "harness/gpu.py"}  # none has such numbers; two texts are in keys
+    direct = set()
+    for path in [*(ROOT / "harness").rglob("*.py"), *(ROOT / "engine").rglob("*.py")]:
+        text = path.read_text("utf-8")
+        calls = [ast.unparse(node) for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)]
+        if '"--json"' in text and any(call.startswith("print(json.dumps(") for call in calls):
+            direct.add(path.relative_to(ROOT).as_posix())
+    assert direct == apart
