@@ -6,11 +6,15 @@ A torch that the interpreter running nox can import is used as it is (GPU boxes 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.util
 import os
+import signal
 import sys
 from pathlib import Path
+from types import FrameType
+from typing import NoReturn
 
 import nox
 
@@ -23,6 +27,17 @@ nox.options.reuse_existing_virtualenvs = True
 nox.options.error_on_external_run = False
 
 PROJECT = nox.project.load_toml("pyproject.toml")["project"]
+
+
+def end(number: int, frame: FrameType | None) -> NoReturn:
+    """Told to end, nox ends what it runs as a terminal's Ctrl-C would; by itself it would leave it running."""
+    with contextlib.suppress(OSError):  # no Linux
+        for child in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split():
+            os.kill(int(child), signal.SIGINT)
+    raise KeyboardInterrupt
+
+
+signal.signal(signal.SIGTERM, end)
 
 
 def install(session: nox.Session, *extras: str, torch: bool = True) -> None:
@@ -50,8 +65,13 @@ def install(session: nox.Session, *extras: str, torch: bool = True) -> None:
 
 
 def python(session: nox.Session, *arguments: str) -> None:
-    """Run this session's interpreter: without an environment the one that runs nox, which need not be on PATH."""
-    session.run(sys.executable if session.virtualenv.venv_backend == "none" else "python", *arguments)
+    """Run this session's interpreter: without an environment the one that runs nox, which need not be on PATH.
+
+    Interrupted, it has time to record what did not run and to end what it started: more than nox's half a second.
+    """
+    own = session.virtualenv.venv_backend == "none"
+    grace = {"interrupt_timeout": 20.0, "terminate_timeout": 10.0}
+    session.run(sys.executable if own else "python", *arguments, **grace)
 
 
 @nox.session

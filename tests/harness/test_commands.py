@@ -9,6 +9,7 @@ import io
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -229,6 +230,38 @@ def test_a_precision_that_a_config_lacks_is_told_before_anything_is_built(
             assert f"config {config} has {', '.join(has)}" in capsys.readouterr().err
             lacking += 1
     assert lacking > 20
+
+
+SLEEPS = """
+import os, time
+
+def test_sleep():
+    print(f"\\n{os.getpid()}", flush=True)
+    try:
+        time.sleep(60)
+    finally:
+        time.sleep(1.5)  # what cleaning up may take
+        print("cleaned up", flush=True)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_nox_ends_what_it_runs_and_lets_it_clean_up(tmp_path: Path, number: int) -> None:
+    (tmp_path / "test_sleep.py").write_text(SLEEPS)
+    sleeping = [str(tmp_path / "test_sleep.py"), "-n0", "-s", "-p", "no:cacheprovider", "-c", os.devnull]
+    command = [sys.executable, "-m", "nox", "--no-venv", "-s", "test", "--", *sleeping]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as nox:
+        assert nox.stdout is not None
+        pid = next(int(line) for line in nox.stdout if line.strip().isdigit())
+        nox.send_signal(number)
+        if number == signal.SIGINT:  # a terminal's goes to both
+            os.kill(pid, number)
+        left = nox.stdout.read()
+    assert "cleaned up" in left
+    assert nox.returncode not in (0, None)
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
 
 
 @pytest.mark.slow
