@@ -17,6 +17,10 @@ from tests.cuda.conftest import NEED_A_GPU
 UNBROKEN = {
     "test_backend.py::test_a_lost_context_is_named",
     "test_backend.py::test_debug_build_says_what_was_violated",
+    "test_ranks.py::test_a_rank_allocates_what_is_planned",
+    "test_ranks.py::test_a_rank_that_fails_ends_the_job_and_is_named_first",
+    "test_ranks.py::test_exchanges_are_part_of_the_graph",
+    "test_ranks.py::test_four_ranks_have_one_gpus_bits",
 }
 """Tests that load the engine of the checkout in a process of their own: to break it, all of it is to be built anew."""
 
