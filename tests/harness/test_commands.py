@@ -236,8 +236,8 @@ SLEEPS = """
 import os, time
 
 def test_sleep():
-    print(f"\\n{os.getpid()}", flush=True)
     try:
+        print(f"\\n{os.getpid()}", flush=True)
         time.sleep(60)
     finally:
         time.sleep(1.5)  # what cleaning up may take
@@ -251,7 +251,9 @@ def test_nox_ends_what_it_runs_and_lets_it_clean_up(tmp_path: Path, number: int)
     (tmp_path / "test_sleep.py").write_text(SLEEPS)
     sleeping = [str(tmp_path / "test_sleep.py"), "-n0", "-s", "-p", "no:cacheprovider", "-c", os.devnull]
     command = [sys.executable, "-m", "nox", "--no-venv", "-s", "test", "--", *sleeping]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as nox:
+    own = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    with subprocess.Popen(command, cwd=ROOT, text=True, env=own, **pipes) as nox:  # type: ignore[call-overload]
         assert nox.stdout is not None
         pid = next(int(line) for line in nox.stdout if line.strip().isdigit())
         nox.send_signal(number)
