@@ -22,6 +22,7 @@ import pytest
 from harness import ledger as ledgers
 from harness.asked import MATRIX, check_files, run_of
 from harness.cells import INFRASTRUCTURE, Cell, exit_status
+from harness.files import said
 from harness.matrix import MatrixError, parse
 from harness.prepare import Infrastructure, points_of, usable_devices
 from harness.runner import Runner
@@ -32,6 +33,8 @@ OBSTACLE = pytest.StashKey[str]()
 """Why the run cannot start."""
 STOPPED = pytest.StashKey[bool]()
 """The run has ended before its first test, and why has been told."""
+UNWRITTEN = pytest.StashKey[str]()
+"""Why the ledger or a report is not there: a full disk, say."""
 CellRun = Callable[[str], Cell]
 
 
@@ -161,7 +164,10 @@ def cell_run(pytestconfig: pytest.Config) -> Iterator[CellRun]:
 
     def one(id: str) -> Cell:
         record = runner.run(parse(id), on_hang)
-        ledgers.record(record, run_dir)
+        try:
+            ledgers.record(record, run_dir)
+        except OSError as error:
+            pytest.fail(f"{id}: {record.verdict.value}, and not recorded: {said(error)}", pytrace=False)
         if runner.device_lost:
             if worker:
                 os._exit(1)  # the context cannot be used again; xdist starts another worker
@@ -180,7 +186,12 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     if NOT_FOUND in session.config.stash:
         exitstatus = INFRASTRUCTURE
     if run is not None:
-        statuses = {exit_status(run.finish()), int(exitstatus)}
+        try:
+            statuses = {exit_status(run.finish()), int(exitstatus)}
+        except OSError as error:
+            session.config.stash[UNWRITTEN] = said(error)
+            session.exitstatus = INFRASTRUCTURE
+            return
         # 5 is pytest's "nothing collected": the ledger says the same with a better reason
         session.exitstatus = next(status for status in (4, 3, 1, 2, 0) if status in statuses or status == 0)
     elif exitstatus in (pytest.ExitCode.NO_TESTS_COLLECTED, INFRASTRUCTURE):
@@ -193,7 +204,8 @@ def pytest_terminal_summary(terminalreporter: Any, exitstatus: int, config: pyte
         terminalreporter.section("validation matrix")
         for line in ledgers.summary(run.ledger):
             terminalreporter.write_line(line)
-        terminalreporter.write_line(f"ledger: {run.path}")
+        unwritten = config.stash.get(UNWRITTEN, "")
+        terminalreporter.write_line(f"kdtree: not written: {unwritten}" if unwritten else f"ledger: {run.path}")
     if NOT_FOUND in config.stash:
         terminalreporter.write_line(f"kdtree: {config.stash[NOT_FOUND]}")
     elif run is None and exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED and config.getoption("keyword"):

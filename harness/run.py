@@ -96,7 +96,7 @@ class Run:
         }
 
     def finish(self) -> Ledger:
-        """Collect the cells, write the ledger and the reports, give the GPUs back; once."""
+        """Collect the cells, write the ledger and the reports, give the GPUs back; once. Raises OSError."""
         if self.ledger is not None:
             return self.ledger
         blank = Ledger(
@@ -114,7 +114,9 @@ class Run:
             notes=tuple(self.notes),
         )
         self.ledger = ledgers.complete(blank, ledgers.collect(self.run_dir))
-        ledgers.write(self.ledger, self.run_dir)
-        write_reports(self.ledger, self.run_dir)
-        self._held.close()
+        try:
+            ledgers.write(self.ledger, self.run_dir)
+            write_reports(self.ledger, self.run_dir)
+        finally:
+            self._held.close()
         return self.ledger

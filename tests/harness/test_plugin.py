@@ -192,6 +192,25 @@ def test_a_test_that_no_worker_finds_is_named(start: Command) -> None:
     assert "test_rounding.py::nosuch" in line
 
 
+SMALL_FILES = """
+import resource
+
+def pytest_collection_finish():
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5000, 5000))
+"""
+
+
+def test_a_disk_that_is_full_at_the_end_is_a_line_and_status_3(run: Command, tmp_path: Path) -> None:
+    (tmp_path / "small_files.py").write_text(SMALL_FILES)
+    place = tmp_path / "one"
+    options = ("-n", "0", "-p", "small_files", "--engine", "reference", "-k", "fp32-ar-block1-cpu")
+    done = run(*options, f"--run-dir={place}", path=tmp_path)
+    assert done.returncode == 3, done.stdout + done.stderr
+    assert f"kdtree: not written: {place}" in done.stdout
+    assert "fp32-ar-block1-cpu: PASS, and not recorded: " in done.stdout
+    assert "Traceback" not in done.stdout + done.stderr
+
+
 @pytest.mark.slow
 def test_a_required_gpu_that_is_not_there_ends_with_3(
     run: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
