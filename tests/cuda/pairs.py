@@ -26,7 +26,7 @@ from harness.cells import FAILED, INFRASTRUCTURE, PASSED
 from harness.files import write_atomic
 from harness.filters import matcher
 from harness.gpu import survey
-from harness.sources import describe
+from harness.sources import Sources, describe
 from tests.cuda.pair_shapes import Experts, Linear, Ops, Outputs, Router, Shape
 from tests.cuda.pair_trees import Attention
 
@@ -168,10 +168,11 @@ def run(
     return results
 
 
-def record(results: Sequence[Found], seed: int, seconds: float) -> dict[str, Any]:
+def record(results: Sequence[Found], judged: Sources, seed: int, seconds: float) -> dict[str, Any]:
     """As ``docs/evidence/pairs-<device>.json`` holds it."""
     return {
-        "commit": describe().commit,
+        "commit": judged.commit,
+        "engine": judged.engine,
         "gpu": [gpu.name for gpu in survey().gpus],
         "torch": torch.__version__,
         "seed": seed,
@@ -199,12 +200,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not survey().gpus:
         print(f"pairs: no GPU: {survey().reason}", file=sys.stderr)
         return INFRASTRUCTURE
-    start = time.monotonic()
+    judged, start = describe(), time.monotonic()
 
     def keep(results: Sequence[Found]) -> None:
         print(text(results[-1]), flush=True)
         if options.json:
-            found = record(results, options.seed, time.monotonic() - start)
+            found = record(results, judged, options.seed, time.monotonic() - start)
             write_atomic(options.json, (json.dumps(found, indent=1) + "\n").encode())
 
     results = run("cuda", chosen, options.pairs, options.seed, keep)
