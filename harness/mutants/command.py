@@ -201,10 +201,10 @@ def run_all(
 
     def turn(fault: Fault) -> tuple[bool, float]:
         """The unedited engine is the longest run, so it starts first; its objects serve an edited control, which comes
-        last. Of faults the first are those with most to compile: one such at the end would be waited for."""
+        last. Of faults the first are those with least to compile: a run that is cut off has shown most of them."""
         if fault.is_control:
             return bool(fault.edits), -math.inf
-        return False, -workshop.reach({edit.file for edit in fault.edits})
+        return False, workshop.reach({edit.file for edit in fault.edits})
 
     queue = sorted(faults, key=turn)
     with ThreadPoolExecutor(max(1, workers)) as pool:

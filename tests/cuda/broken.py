@@ -216,7 +216,7 @@ def run(chosen: Sequence[Break], workers: int, record: Path | None) -> int:
     """Every break, ``workers`` at a time; exit status."""
     start, results = time.monotonic(), []
     workshop = Workshop("cuda", HOME, workers)
-    queue = sorted(chosen, key=lambda b: -workshop.reach({edit.file for edit in b.fault.edits}))
+    queue = sorted(chosen, key=lambda b: workshop.reach({edit.file for edit in b.fault.edits}))
     with ThreadPoolExecutor(workers) as pool:
         for future in as_completed([pool.submit(one, b, workshop) for b in queue]):
             results.append(future.result())

@@ -119,7 +119,7 @@ def test_only_what_reads_an_edited_file_is_looked_at(tree: Path, tmp_path: Path)
     assert workshop.library(tree, tmp_path / "c", edited={"one.cpp"})[1] == 0, "both are among the objects made here"
 
 
-def test_faults_with_most_to_compile_come_first_and_controls_at_the_ends(tree: Path, tmp_path: Path) -> None:
+def test_faults_with_least_to_compile_come_first_and_controls_at_the_ends(tree: Path, tmp_path: Path) -> None:
     """The unedited engine runs longest, an edited control uses its objects."""
     workshop, began = Workshop("cpu", tmp_path / "home", 1), []
 
@@ -136,7 +136,7 @@ def test_faults_with_most_to_compile_come_first_and_controls_at_the_ends(tree: P
         patch.setattr(command, "one", one)
         patch.setattr(command.mutants_run, "serve", lambda: None)
         results = command.run_all(faults, workshop, [], {}, {}, 1, lambda text: None, lambda results: None)
-    assert began == ["unedited", "large", "small", "none", "spaced"]
+    assert began == ["unedited", "none", "small", "large", "spaced"]
     assert [result.fault.name for result in results] == [fault.name for fault in faults]
 
 
