@@ -135,3 +135,26 @@ def test_bits_of_another_shape_or_of_another_zero_differ() -> None:
     assert not compare.bits("x", a, -a).ok
     assert not compare.bits("x", a, a[:1]).ok
     assert not compare.bits("x", a, a.astype(np.float64)).ok
+
+
+def test_the_bounds_are_what_docs_harness_states() -> None:
+    bound = {check.name.removeprefix("logits."): check.allowed for check in compare.logits(CLOSE, GOLDEN, T)}
+    assert bound["max_abs"] == T
+    assert bound["nmse"] == pytest.approx((T / 2) ** 2 / (GOLDEN**2).mean())
+    assert bound["kl"] == pytest.approx(T**2 / 2)
+    assert bound["scale"] == 0.01
+    assert bound["top1"] == 0
+
+
+def test_zeros_could_pass_where_one_row_alone_is_small() -> None:
+    """Every column has a large value, one row has none."""
+    want = GOLDEN.copy()
+    want[2] = 1e-3
+    checks = compare.logits(want.astype(np.float32), want, T)
+    assert set(failed(checks)) == {"logits.scale"}
+    assert failed(checks)["logits.scale"].value == pytest.approx(T / 1e-3)
+
+
+def test_large_logits_do_not_overflow() -> None:
+    rows = GOLDEN + 1e3
+    assert np.allclose(compare.log_softmax(rows), compare.log_softmax(GOLDEN))

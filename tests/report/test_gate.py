@@ -261,16 +261,22 @@ def test_a_run_on_the_cpu_owes_the_cells_of_two_ranks() -> None:
     table: dict[str, tuple[str, ...]] = {"eight": (), "odd": (), "tiny": ()}
     demand = rules.Demand(sources=runs.SOURCES, table=table, rankable={2: ("eight", "tiny")})
 
-    def missing(ranked: dict[int, tuple[str, ...]]) -> list[str]:
-        points = [point.id for point in expected(["cpu"], table, ranks=(1, 2), ranked=ranked)]
-        ledger = replace(runs.light(table), expected=tuple(sorted(points)))
-        found = rules.judge(ledger, demand)
+    def missing(
+        ranked: dict[int, tuple[str, ...]], device: str = "cpu", engine: str = "csrc", ranks: tuple[int, ...] = (1, 2)
+    ) -> list[str]:
+        points = [point.id for point in expected([device], table, ranks=ranks, ranked=ranked)]
+        ledger = replace(runs.light(table), engine=engine, expected=tuple(sorted(points)))
+        found = rules.judge(ledger, replace(demand, engine=engine))
         return [f.message.split(":")[0] for f in found if f.kind in ("missing", "unexpected")]
 
     assert missing({}) == ["fp32-ar-eight-cpu-x2", "int4-ar-eight-cpu-x2"]
     assert missing({2: ("eight",)}) == []
     assert missing({2: ("tiny",)}) == ["fp32-ar-eight-cpu-x2", "int4-ar-eight-cpu-x2"]
     assert missing({2: ("eight", "tiny")}) == []
+    assert missing({}, device="cuda") == [], "a GPU alone has no other rank"
+    assert missing({}, engine="reference") == [], "and no other engine has several"
+    alone = missing({2: ("eight",)}, ranks=(2,))
+    assert alone == [f"{p}-ar-{name}-cpu" for p in ("fp32", "int4") for name in ("eight", "odd", "tiny")]
 
 
 def test_every_number_of_ranks_has_to_be_whole(green: Ledger, judge: Judge) -> None:
