@@ -64,11 +64,24 @@ def test_the_reference_passes(micro: Path, point: Point) -> None:
     assert sum(cell.acceptance) == (8 if point.drafter else 0)
 
 
-def test_every_check_is_described(micro: Path) -> None:
-    names = {check.name for point in (AR, TREE) for check in run(micro, point).checks}
+def promised(decoder: str) -> set[str]:
+    """The checks of a cell of one rank that the tables of docs/harness.md name, ``taps`` and ``cache`` as wholes."""
     page = (ROOT / "docs" / "harness.md").read_text("utf-8")
-    described = set(re.findall(r"`([a-z0-9_.]+)`", page))
-    assert {name for name in names if not name.startswith(("taps.", "cache."))} - described == set()
+    rows = re.findall(r"^\| (`[^|]+) \| (both|AR|DDTree) \|", page, re.MULTILINE)
+    names = {name for cell, of in rows if of in ("both", decoder) for name in re.findall(r"`([^`]+)`", cell)}
+    return {re.sub(r"^(taps|cache)\..*", r"\1", name) for name in names}
+
+
+@pytest.mark.parametrize(("point", "decoder"), [(AR, "AR"), (TREE, "DDTree")])
+def test_a_cell_has_the_checks_that_are_described_and_no_other(micro: Path, point: Point, decoder: str) -> None:
+    names = {check.name for check in run(micro, point).checks}
+    assert {re.sub(r"^(taps|cache)\..*", r"\1", name) for name in names} == promised(decoder)
+
+
+def test_taps_and_cache_are_checked_in_shape_and_in_every_element(micro: Path) -> None:
+    names = {check.name for check in run(micro, AR).checks}
+    for whole in ("taps.layers.0.out", "cache.layers.0.latent", "cache.layers.1.k_rope"):
+        assert {f"{whole}.{kind}" for kind in ("shape", "finite", "max_abs")} <= names
 
 
 PROVOKED = {
