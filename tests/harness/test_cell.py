@@ -158,6 +158,11 @@ def last_round(decoded: Decoded) -> Decoded:
     return replace(decoded, rounds=(*rest, replace(last, accepted=(*last.accepted, 99))))
 
 
+def accepting(*counts: int) -> Callable[[Decoded, Any], Decoded]:
+    """The rows that forwards say they committed."""
+    return lambda decoded, _: replace(decoded, accepted_per_round=counts)
+
+
 def merged_counts(decoded: Decoded) -> Decoded:
     first, second, *rest = decoded.accepted_per_round
     return replace(decoded, accepted_per_round=(first + second, 0, *rest))
@@ -194,6 +199,15 @@ TAMPERED: dict[str, tuple[Point, str, Callable[..., Any], Verdict, str]] = {
     "one token less": (AR, "decode", lambda d, _: replace(d, tokens=d.tokens[:-1]), Verdict.FAIL_SHAPE, "logits.shape"),
     "stop": (AR, "decode", lambda d, _: replace(d, stopped="eos"), Verdict.FAIL_TOKENS, "stopped"),
     "forwards": (AR, "decode", lambda d, _: replace(d, forwards=7), Verdict.FAIL_ACCEPTANCE, "counts"),
+    "one row short": (AR, "decode", accepting(1, 1, 1, 1, 1, 1, 1, 0), Verdict.FAIL_ACCEPTANCE, "counts"),
+    "one round short": (AR, "decode", accepting(2, 1, 1, 1, 1, 1, 1), Verdict.FAIL_ACCEPTANCE, "counts"),
+    "AR by sevens": (
+        AR,
+        "decode",
+        lambda d, _: replace(accepting(2, 1, 1, 1, 1, 1, 1)(d, None), forwards=7),
+        Verdict.FAIL_ACCEPTANCE,
+        "counts",
+    ),
     "stream": (AR, "stream", lambda s, _: iter([*s][:-1]), Verdict.FAIL_TOKENS, "stream"),
     "draws": (AR, "decode", in_samples(other_token), Verdict.FAIL_TOKENS, "sampling.draws"),
     "step": (AR, "step", lambda row, _: bump(row), Verdict.FAIL_BITWISE, "steps"),

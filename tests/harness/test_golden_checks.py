@@ -1,8 +1,9 @@
-"""Checks against the golden that no wrong engine strikes: the own drafter's logits, two goldens that are one."""
+"""Checks that no wrong engine strikes: the own drafter's logits and kernels, two goldens that are one."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
@@ -10,9 +11,10 @@ import pytest
 
 from harness.bundles import ensure
 from harness.cells import Check, Divergence, Findings, Verdict
+from harness.checks import _kernels
 from harness.golden import Golden
 from harness.golden_checks import against_golden, draft, rounds
-from harness.protocol import Decoded, Round
+from harness.protocol import Decoded, Engine, Round
 
 F64 = npt.NDArray[np.float64]
 
@@ -151,3 +153,32 @@ def test_a_model_without_experts_has_one_golden(
 ) -> None:
     monkeypatch.setattr(Golden, "has_moe", False)
     assert precisions(Same(golden.file, golden.precision, golden.meta), right) == []
+
+
+class Counting:
+    """What an engine says of its kernels."""
+
+    def kernels(self, precision: str, moe: bool) -> frozenset[str]:
+        return frozenset({precision, "norm"})
+
+    def drafter_kernels(self) -> frozenset[str]:
+        return frozenset({"drafted"})
+
+
+@pytest.mark.parametrize(
+    ("drafter", "counted", "idle", "foreign"),
+    [
+        ("", {"int4", "norm"}, 0, 0),
+        ("", {"norm"}, 1, 0),
+        ("", {"int4", "norm", "fp32"}, 0, 1),
+        ("noisy", {"int4", "norm", "drafted"}, 0, 1),
+        ("dflash", {"int4", "norm", "drafted"}, 0, 0),
+        ("dflash", {"int4", "norm"}, 1, 0),
+        ("dflash", {"int4", "norm", "drafted", "fp32"}, 0, 0),  # the drafter itself is f32
+        ("dflash", {"int4", "norm", "drafted", "bf16"}, 0, 1),
+    ],
+)
+def test_the_kernels_of_a_cell(drafter: str, counted: set[str], idle: int, foreign: int) -> None:
+    golden = Golden.open(ensure(["dflash"])["dflash"], "int4")
+    checks = _kernels(cast(Engine, Counting()), golden, dict.fromkeys(counted, 1), drafter)
+    assert {check.name: check.value for check in checks} == {"kernels": idle, "kernels.foreign": foreign}
