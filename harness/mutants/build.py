@@ -78,23 +78,34 @@ class Workshop:
     def library(
         self, csrc: Path, target: Path, *, anew: bool = False, edited: Collection[str] | None = None
     ) -> tuple[Path, int]:
-        """The library of the sources in ``csrc``, and how many of them had to be compiled.
+        """The library of the sources in ``csrc``, and how many of them had to be compiled: `objects`, linked.
+
+        Raises CompileError.
+        """
+        objects, compiled = self.objects(csrc, anew=anew, edited=edited)
+        target.mkdir(parents=True, exist_ok=True)
+        library = target / LIBRARY
+        with self.places:
+            inputs = " ".join(shlex.quote(str(path)) for path in objects)
+            run(self._command("link", inputs, shlex.quote(str(library))), target)
+        return library, compiled
+
+    def objects(
+        self, csrc: Path, *, anew: bool = False, edited: Collection[str] | None = None
+    ) -> tuple[list[Path], int]:
+        """The objects of the sources in ``csrc``, and how many of them had to be compiled.
 
         ``anew``: nothing comes from the real build. ``edited``: no other files of ``csrc`` differ from the real build's
         (default: each may); what does not read them is not looked at. Raises CompileError.
         """
-        target.mkdir(parents=True, exist_ok=True)
         looked_at = self._units
         if not anew and edited is not None:
             reading = set(self._reading(edited))
             looked_at = [unit for unit in self._units if unit in reading or not self._real[unit].exists()]
         with ThreadPoolExecutor(min(self._at_once, max(1, len(looked_at)))) as pool:
             made = dict(zip(looked_at, pool.map(lambda unit: self._object(unit, csrc, anew), looked_at), strict=True))
-        objects = [str(made[unit][0] if unit in made else self._real[unit]) for unit in self._units]
-        library = target / LIBRARY
-        with self.places:
-            run(self._command("link", " ".join(map(shlex.quote, objects)), shlex.quote(str(library))), target)
-        return library, sum(fresh for _, fresh in made.values())
+        objects = [made[unit][0] if unit in made else self._real[unit] for unit in self._units]
+        return objects, sum(fresh for _, fresh in made.values())
 
     def reach(self, edited: Collection[str]) -> int:
         """How many sources read one of these files, paths below ``csrc/``."""

@@ -91,8 +91,9 @@ def _parser() -> Parser:
         prog="kdtree mutants",
         description="Plant every fault of the catalogue in a copy of csrc/, one by one, and count what is caught.",
         epilog="examples:\n  kdtree mutants -k int4\n  kdtree mutants --fraction 1/5 --seed $(git rev-parse HEAD)\n\n"
-        f"exit status: {PASSED} every fault was caught and every control passed (--compile-only: each compiles), "
-        f"{FAILED} not so,\n{INFRASTRUCTURE} a malformed catalogue, a fault that does not fit the sources or not build",
+        f"exit status: {PASSED} every fault was caught and every control passed (--compile-only and --build-only:\n"
+        f"each compiles), {FAILED} not so,\n{INFRASTRUCTURE} a malformed catalogue, a fault that does not fit the sources "
+        "or not build",
     )
     parser.add_argument("-k", metavar="NAME", default="", help="only the faults whose name or group this chooses")
     parser.add_argument(
@@ -102,6 +103,9 @@ def _parser() -> Parser:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="whose faults (default: cpu)")
     parser.add_argument("--workers", type=positive, default=WORKERS, help=f"faults at a time (default: {WORKERS})")
     parser.add_argument("--list", action="store_true", help="print the faults and run none")
+    parser.add_argument(
+        "--build-only", action="store_true", help="compile what a later run of them here will link; run none"
+    )
     parser.add_argument("--compile-only", action="store_true", help="see whether they compile, many at once; run none")
     parser.add_argument("--json", action="store_true", help="the records on stdout, everything else on stderr")
     parser.add_argument("--out", type=output, metavar="FILE", help="write the records there, each as it ends")
@@ -152,6 +156,8 @@ def main(argv: Sequence[str]) -> int:
             return PASSED
         if options.compile_only:
             return compile_only(faults, options.device, options.json, say)
+        if options.build_only:
+            return build_only(faults, Workshop(options.device, HOME, options.workers), options.workers, say)
         points = expected([options.device])
         paths = bundles.ensure(list(dict.fromkeys(point.config for point in points)), say=say)
         known = recorded(options.known or EVIDENCE[options.device], must_be=options.known is not None)
@@ -167,6 +173,28 @@ def main(argv: Sequence[str]) -> int:
     if any(result.broken for result in results):
         return INFRASTRUCTURE
     return PASSED if all(result.good for result in results) else FAILED
+
+
+def build_only(faults: Sequence[Fault], workshop: Workshop, workers: int, say: bundles.Say) -> int:
+    """Compile what a run of ``faults`` links, as long as there is nothing better to do; the exit status."""
+
+    def build(fault: Fault) -> str:
+        with workshop.scratch(fault.name) as folder:
+            try:
+                planted, edited = plant(fault, Path(folder) / "csrc"), {edit.file for edit in fault.edits}
+                _, compiled = workshop.objects(planted, anew=fault.is_control, edited=edited)
+            except (CatalogueError, CompileError) as error:
+                return f"DOES NOT BUILD: {str(error).replace(f'{folder}/', '')}"
+        return f"{compiled} compiled"
+
+    broken = 0
+    with ThreadPoolExecutor(workers) as pool:
+        waiting = {pool.submit(build, fault): fault for fault in faults}
+        for done, future in enumerate(as_completed(waiting), 1):
+            said = future.result()
+            broken += not said.endswith(" compiled")
+            say(f"[{done:3d}/{len(faults)}] {waiting[future].name:<34} {said}")
+    return INFRASTRUCTURE if broken else PASSED
 
 
 def compile_only(faults: Sequence[Fault], device: str, as_json: bool, say: bundles.Say) -> int:

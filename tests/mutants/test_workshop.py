@@ -140,6 +140,21 @@ def test_faults_with_least_to_compile_come_first_and_controls_at_the_ends(tree: 
     assert [result.fault.name for result in results] == [fault.name for fault in faults]
 
 
+def test_what_was_built_ahead_is_not_compiled_again(
+    tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "plant", functools.partial(catalogue.plant, csrc=tree))
+    workshop, said = Workshop("cpu", tmp_path / "home", 2), []
+    faults = [Fault("ends", "int4", "", (Edit("one.cpp", "return VALUE;", "return 7;"),))]
+    assert command.build_only(faults, workshop, 2, said.append) == 0
+    assert said[0].split() == ["[", "1/1]", "ends", "2", "compiled"], "the real build has no objects here"
+    assert workshop.library(catalogue.plant(faults[0], tmp_path / "planted", tree), tmp_path / "a")[1] == 0
+    faults.append(Fault("unfit", "int4", "", (Edit("one.cpp", "no such text", ""),)))
+    faults.append(Fault("wrong", "int4", "", (Edit("one.cpp", "return VALUE;", "undeclared;"),)))
+    assert command.build_only(faults, workshop, 2, said.append) == 3
+    assert sorted(line.split()[2] for line in said if "DOES NOT BUILD" in line) == ["unfit", "wrong"]
+
+
 @pytest.mark.slow
 def test_headers_are_read_ahead_where_the_real_build_does_so(
     tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
