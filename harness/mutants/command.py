@@ -91,9 +91,9 @@ def _parser() -> Parser:
         prog="kdtree mutants",
         description="Plant every fault of the catalogue in a copy of csrc/, one by one, and count what is caught.",
         epilog="examples:\n  kdtree mutants -k int4\n  kdtree mutants --fraction 1/5 --seed $(git rev-parse HEAD)\n\n"
-        f"exit status: {PASSED} every fault was caught and every control passed (--compile-only and --build-only:\n"
-        f"each compiles), {FAILED} not so,\n{INFRASTRUCTURE} a malformed catalogue, a fault that does not fit the sources "
-        "or not build",
+        f"exit status: {PASSED} every fault was caught and every control passed (--compile-only, --build-only: all\n"
+        f"compile), {FAILED} not so, {INFRASTRUCTURE} a malformed catalogue, a fault that does not fit the sources or\n"
+        "not build",
     )
     parser.add_argument("-k", metavar="NAME", default="", help="only the faults whose name or group this chooses")
     parser.add_argument(
