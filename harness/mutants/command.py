@@ -91,9 +91,9 @@ def _parser() -> Parser:
         prog="kdtree mutants",
         description="Plant every fault of the catalogue in a copy of csrc/, one by one, and count what is caught.",
         epilog="examples:\n  kdtree mutants -k int4\n  kdtree mutants --fraction 1/5 --seed $(git rev-parse HEAD)\n\n"
-        f"exit status: {PASSED} every fault was caught and every control passed (--compile-only, --build-only: all\n"
-        f"compile), {FAILED} not so, {INFRASTRUCTURE} a malformed catalogue, a fault that does not fit the sources or\n"
-        "not build",
+        f"exit status: {PASSED} every fault was caught and every control passed (with\n"
+        f"--compile-only and --build-only: all compile), {FAILED} not so, {INFRASTRUCTURE} a malformed\n"
+        "catalogue, a fault that does not fit the sources or does not build",
     )
     parser.add_argument("-k", metavar="NAME", default="", help="only the faults whose name or group this chooses")
     parser.add_argument(

@@ -44,6 +44,18 @@ def test_records_that_pages_name_are_there() -> None:
     assert named - {path.name for path in FILES} == {"bench-"}  # bench-<device>.json
 
 
+def pairs(record: Any) -> Iterator[str]:
+    shapes = record["shapes"]
+    assert all(not found["differing_rows"] and not found["unfit"] and found["pairs"] == 1000 for found in shapes)
+    rows = sum(found["rows"] for found in shapes)
+    yield f"{len(shapes)} shapes, 1,000 random (M, tree) pairs each, {rows:,} rows, none"
+
+
+def broken(record: Any) -> Iterator[str]:
+    assert all(how in ("fails", "crashes", "hangs") for noticed in record for how in noticed["how"].values())
+    yield f"{len(record)}, noticed by {sum(len(noticed['how']) for noticed in record)} tests and shapes"
+
+
 def short(value: float) -> str:
     """7.4e-6."""
     return f"{value:.1e}".replace("e-0", "e-")
@@ -161,6 +173,8 @@ FIGURES: tuple[tuple[str, str, Callable[[Any], Iterator[str]]], ...] = (
     ("docs/cuda.md", "cuda-h200-ledger.json", cells),
     ("docs/cuda.md", "cuda-h200-latency.json", latency),
     ("docs/cuda.md", "cuda-h200-dflash.json", dflash),
+    ("docs/cuda.md", "pairs-h200.json", pairs),
+    ("docs/cuda.md", "broken-h200.json", broken),
     ("docs/mutants.md", "mutants.json", faults("mutants.json", "the CPU")),
     ("docs/mutants.md", "mutants-cuda.json", faults("mutants-cuda.json", "CUDA")),
     ("docs/status.md", "mutants-cuda.json", catalogue),
