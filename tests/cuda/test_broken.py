@@ -21,6 +21,7 @@ UNBROKEN = {
     "test_ranks.py::test_a_rank_that_fails_ends_the_job_and_is_named_first",
     "test_ranks.py::test_exchanges_are_part_of_the_graph",
     "test_ranks.py::test_four_ranks_have_one_gpus_bits",
+    "test_ranks.py::test_layers_of_k26_have_one_gpus_bits",
 }
 """Tests that load the engine of the checkout in a process of their own: to break it, all of it is to be built anew."""
 
