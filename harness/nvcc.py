@@ -155,9 +155,14 @@ class Compiler:
             command = [self.nvcc, *flags(missing, self.debug), "-c", str(source), "-o", str(out)]
             done = subprocess.run(command, capture_output=True, text=True, check=False)
             report = done.stdout + done.stderr
-            warned = [line for line in report.splitlines() if re.search(r"\bwarning\b", line)]
+            # Of matrix instructions that it takes one by one, as too few registers are left, ptxas only informs: any small
+            # change of a kernel can have it.
+            warned = [
+                line for line in report.splitlines() if re.search(r"\bwarning\b|Potential Performance Loss", line)
+            ]
             if done.returncode != 0 or warned:
-                lines = [line for line in report.splitlines() if not line.startswith("ptxas info")][:40]
+                plain = [line for line in report.splitlines() if not line.startswith("ptxas info")]
+                lines = list(dict.fromkeys([*plain, *warned]))[:40]
                 said = "\n".join(lines) or f"nvcc ended with status {done.returncode}"
                 return Compiled(source.name, tuple(known), {" and ".join(missing): said})
             made = parse(report, source.name)

@@ -93,6 +93,29 @@ def test_one_compilation_for_what_is_missing(tmp_path: Path, monkeypatch: pytest
     assert compiled("12.0", "9.0") == []
 
 
+def test_products_taken_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Text) -> None:
+    """ptxas gives it as information, and the code is right: here it is a complaint."""
+    csrc = tmp_path / "csrc" / "cuda"
+    csrc.mkdir(parents=True)
+    (csrc / "a.cu").write_text("//\n")
+    compiler = tmp_path / "nvcc"
+    monkeypatch.setattr(build, "ROOT", tmp_path)
+    monkeypatch.setattr(build, "CSRC", tmp_path / "csrc")
+    monkeypatch.setenv("KDTREE_BUILD", str(tmp_path / "build"))
+    monkeypatch.setattr(environment, "nvcc", lambda: (str(compiler), "13.0"))
+    monkeypatch.setattr(environment, "cuobjdump", lambda _: "")
+    entry = "ptxas info : Compiling entry function 'k' for 'sm_90a'"
+    told = "ptxas info : (C7511) Potential Performance Loss: wgmma.mma_async instructions are serialized in 'k'"
+    for said, status in (
+        ([entry, told, "ptxas info : Used 9 registers"], 1),
+        ([entry, "ptxas info : Used 9 registers"], 0),
+    ):
+        compiler.write_text("#!/bin/sh\n" + "".join(f'echo "{line}"\n' for line in said))
+        compiler.chmod(0o755)
+        assert nvcc.main(["--arch", "9.0"]) == status
+        assert ("C7511" in capsys.readouterr().out) == bool(status)
+
+
 CLEAN = "__global__ void fill(float* p) { p[threadIdx.x] = 1.f; }\n"
 SPILLS = """
 __global__ __launch_bounds__(1024, 2) void spills(float* p) {
