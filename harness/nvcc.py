@@ -155,8 +155,8 @@ class Compiler:
             command = [self.nvcc, *flags(missing, self.debug), "-c", str(source), "-o", str(out)]
             done = subprocess.run(command, capture_output=True, text=True, check=False)
             report = done.stdout + done.stderr
-            # Of matrix instructions that it takes one by one, as too few registers are left, ptxas only informs: any small
-            # change of a kernel can have it.
+            # Of matrix instructions that it takes one by one, as too few registers are left, ptxas only informs: any
+            # small change of a kernel can have it.
             warned = [
                 line for line in report.splitlines() if re.search(r"\bwarning\b|Potential Performance Loss", line)
             ]
