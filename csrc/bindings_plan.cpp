@@ -64,7 +64,7 @@ std::vector<int64_t> linear_box_plan(bool int4, int64_t k, int64_t rows, int64_t
   if (launch.variant < 0) return {};
   const stream::LinearBoxes& v = int4 ? stream::kBoxesInt4[launch.variant] : stream::kBoxesBf16[launch.variant];
   std::vector<int64_t> found{v.rows, v.mt, v.cl, v.warps, v.boxes, v.depth, v.resident, v.held, v.pieces, v.spread, launch.clusters, launch.batch, static_cast<int64_t>(launch.shared)};
-  for (int i = 0; i <= launch.clusters; ++i) found.push_back(stream::share_begin(all, launch.clusters, i));
+  for (int i = 0; i <= launch.clusters; ++i) found.push_back(stream::share_begin(all / launch.clusters, all % launch.clusters, i));
   return found;
 }
 

@@ -180,8 +180,12 @@ constexpr int kBoxRows = 16, kAnyK = 1 << 30;
 constexpr int kBlock = 64, kBlockBytes = 128;  // elements of a block of activations, bytes of its row
 constexpr size_t kLinearBoxStatic = 1 << 10;                       // static shared memory of the kernels, at most
 
-// Where worker w's share of `all` begins; that of worker `workers` is the end.
-KDTREE_BOTH constexpr int share_begin(int all, int workers, int w) { return all / workers * w + all % workers * w / workers; }
+// Where worker w's share begins: each has `each`, the first `rest` of them one more. That of the worker behind the last is the end.
+KDTREE_BOTH constexpr int share_begin(int each, int rest, int w) { return each * w + (w < rest ? w : rest); }
+
+// Whether a warp of its own asks for activations, beside those that multiply: in a cluster's block that fills its multiprocessor, where the bulk copy
+// engine brings them.
+KDTREE_BOTH constexpr bool asks_apart(int cl, int resident, int held, bool by_threads) { return cl > 1 && resident == 1 && held == 0 && !by_threads; }
 
 // Up to four int4 rows stand at the even columns of a tile of eight, so that a lane has half as many sums to scale.
 KDTREE_BOTH constexpr bool at_even_columns(WeightKind kind, int rows) { return kind == WeightKind::kInt4 && rows <= kColumns / 2; }
@@ -193,10 +197,12 @@ KDTREE_BOTH constexpr int box_sets(bool even, int rows) {
   const int rest = rows % kColumns;
   return even ? rows : rows / kColumns * 4 + (rest < 4 ? rest : 4);
 }
+constexpr int box_tile_sets(const LinearBoxes& v, WeightKind kind, int rows) {
+  return v.by_threads ? (rows + 1) / 2 : box_sets(at_even_columns(kind, v.rows), rows);
+}
 // Bytes of a tile's sums: eight segments of 16 weight rows by its columns.
 constexpr int box_tile_sums(const LinearBoxes& v, WeightKind kind, int rows) {
-  const bool even = at_even_columns(kind, v.rows);
-  return kSegments * (v.by_threads ? (rows + 1) / 2 : box_sets(even, rows)) * (even ? 64 : 128);
+  return kSegments * box_tile_sets(v, kind, rows) * (at_even_columns(kind, v.rows) ? 64 : 128);
 }
 // Bytes that a block keeps of the activations of a segment: the most blocks of them that one reaches into, which is an even number, so that all
 // begin where the bulk copy engine can swizzle.
@@ -244,7 +250,7 @@ constexpr int kMany = 1 << 30, kFew = 512;  // outputs; few: clusters of eight, 
 constexpr LinearBoxes kBoxesInt4[] = {{4, 2, 2, 8, 1, 2, 2, 0, 0, 4096},
                                       {1, 1, 1, 16, 1, 2, 2, 0, 0, kAnyK},
                                       {4, 2, 2, 8, 1, 2, 2, 0, 0, kAnyK},
-                                      {8, 1, 2, 8, 1, 4, 2, 0, 0, 4096, 1, kMany, true},
+                                      {8, 2, 2, 8, 1, 2, 2, 0, 0, 4096},
                                       {8, 2, 2, 8, 1, 3, 1, 0, 0, kAnyK},
                                       {16, 1, 8, 8, 1, 3, 2, 0, 0, 4096, 1, kMany, true},
                                       {16, 2, 2, 8, 1, 2, 1, 0, 0, kAnyK}};

@@ -49,6 +49,15 @@ __device__ __forceinline__ void copy_box(uint32_t to, const CUtensorMap* map, in
                : "memory");
 }
 
+// The same of bytes that no block reads again: L2 is to forget them first, before activations and what else a step comes back to.
+__device__ __forceinline__ void copy_box_once(uint32_t to, const CUtensorMap* map, int byte, int row, uint32_t barrier) {
+  constexpr uint64_t kEvictFirst = 0x12f0000000000000;  // what createpolicy.fractional.L2::evict_first makes, of all of a copy
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%3, %4, %5}], [%2], %6;" ::"r"(to),
+      "l"(map), "r"(barrier), "r"(byte), "r"(row), "r"(0), "l"(kEvictFirst)
+      : "memory");
+}
+
 #endif
 
 // The nibbles of a word's bytes 0 and 2, low or high, as two bf16 numbers q/4.

@@ -25,23 +25,27 @@ using stream::kBlockBytes;
 using stream::kBoxWeightBytes;
 using stream::kZeros;
 
+// What a block needs first comes first: each line of parameters is a miss that a block which begins late waits for.
 struct Params {
-  CUtensorMap wide[2], narrow[2], scales[2];  // boxes of 128 and of 64 bytes a row, and int4's scales of 128
-  CUtensorMap boxes;                          // of x without a norm: a segment of all rows each
-  const void* x;                              // f32 with a norm, else bf16
-  int ldx, k;
+  int k;
+  int each, rest;   // outputs (tiles, or pairs of them for kSiluMul) of a cluster; of the first `rest` ones there is one more
+  int batch;        // of a cluster's outputs, whose sums meet at a time
+  int sets;         // of a tile's sums that have a row
+  int by_sets;      // x * by_sets >> 16 is x / sets, of as many sets as shared memory has room for
+  int activations;  // bytes of them in a block
+  int area;         // of a segment's, where the bulk copy engine brings them
+  int rows;         // at most
+  int n[2];
+  Epilogue epilogue;
+  const int32_t* n_rows;
+  const void* x;    // f32 with a norm, else bf16
+  int ldx, stride;  // stride: bytes between rows that threads stage
   const float* norm_w;
   float eps;
-  int n[2];
-  void* out[2];  // f32; bf16 for kSiluMul
   int ldo[2];
-  Epilogue epilogue;
-  int outputs;  // tiles, or pairs of them for kSiluMul, shared out among the clusters
-  int batch;    // of a cluster, whose sums meet at a time
-  int activations;  // bytes of them in a block
-  int stride;       // between rows that threads stage
-  int rows;     // at most
-  const int32_t* n_rows;
+  void* out[2];                               // f32; bf16 for kSiluMul
+  CUtensorMap boxes;                          // of x without a norm: a segment of all rows each
+  CUtensorMap wide[2], narrow[2], scales[2];  // boxes of 128 and of 64 bytes a row, and int4's scales of 128
 };
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -91,9 +95,9 @@ struct Copies {
       for (int mt = 0; mt < S::MT; ++mt) {
         if (mt >= live) break;
         const uint32_t there = to + mt * kBoxWeightBytes;
-        copy_box(there, min(full, head) == 1 ? map[mt] + 2 : map[mt], unit * 64, row[mt], barrier);
-        if (S::BOXES > 1 && full > head) copy_box(there + kBoxWeightBytes, full - head == 1 ? map[mt] + 2 : map[mt], (unit + head) * 64, row[mt], barrier);
-        if (S::INT4) copy_box(scales_to + mt * (S::SCALES / S::MT), map[mt] + 4, unit / 2 * 16, row[mt], barrier);
+        copy_box_once(there, min(full, head) == 1 ? map[mt] + 2 : map[mt], unit * 64, row[mt], barrier);
+        if (S::BOXES > 1 && full > head) copy_box_once(there + kBoxWeightBytes, full - head == 1 ? map[mt] + 2 : map[mt], (unit + head) * 64, row[mt], barrier);
+        if (S::INT4) copy_box_once(scales_to + mt * (S::SCALES / S::MT), map[mt] + 4, unit / 2 * 16, row[mt], barrier);
       }
     }
     unit += full, left -= full;
@@ -108,7 +112,7 @@ struct Copies {
 #endif
 
 template <WeightKind KIND, int ROWS, int MT, int CL, int WARPS, int BOXES, int DEPTH, int RESIDENT, int HELD, int PIECES, bool BY_THREADS>
-__global__ __launch_bounds__(WARPS * kWarp, RESIDENT) void boxes_kernel(const __grid_constant__ Params p) {
+__global__ __launch_bounds__((WARPS + stream::asks_apart(CL, RESIDENT, HELD, BY_THREADS)) * kWarp, RESIDENT) void boxes_kernel(const __grid_constant__ Params p) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   using S = Shape<KIND, ROWS, MT, CL, WARPS, BOXES, DEPTH, RESIDENT>;
   constexpr int SPC = S::SPC, UNIT = kUnitK<KIND>, NT = S::NT, VALUES = S::VALUES;
@@ -117,20 +121,20 @@ __global__ __launch_bounds__(WARPS * kWarp, RESIDENT) void boxes_kernel(const __
   __shared__ float squares[HELD > 0 ? ROWS * SPC : 1], inverse[HELD > 0 ? ROWS : 1];
   // The shuffle tells the compiler that a warp's number is the same in all its lanes.
   const int warp = __shfl_sync(kAll, threadIdx.x / kWarp, 0), lane = threadIdx.x % kWarp, local = warp % SPC;
-  const int rank = cluster_rank<CL>(), cluster = blockIdx.x / CL, clusters = gridDim.x / CL;
+  const int rank = cluster_rank<CL>(), cluster = blockIdx.x / CL;
   const int units = (p.k + UNIT - 1) / UNIT;
   const int begin = segment_begin(rank * SPC + local, units), steps = segment_begin(rank * SPC + local + 1, units) - begin;
   const bool paired = p.epilogue == Epilogue::kSiluMul;
   const int parts = paired ? 2 : 1, tiles0 = (p.n[0] + kTileRows - 1) / kTileRows;
-  const int first = stream::share_begin(p.outputs, clusters, cluster), count = stream::share_begin(p.outputs, clusters, cluster + 1) - first;
-  const int sets = BY_THREADS ? (p.rows + 1) / 2 : stream::box_sets(VALUES == 2, p.rows), tile_sums = kSegments * sets * S::SET;
+  const int first = stream::share_begin(p.each, p.rest, cluster), count = stream::share_begin(p.each, p.rest, cluster + 1) - first;
+  const int sets = p.sets, tile_sums = kSegments * sets * S::SET;
   // Activations begin where a swizzled box may, behind the weights; what threads stage comes last.
-  uint8_t* staged = smem + S::WEIGHTS + local * p.activations / SPC;  // the warp's segment
+  uint8_t* staged = smem + S::WEIGHTS + local * p.area;  // the warp's segment
   uint8_t* const sums = smem + S::WEIGHTS + (BY_THREADS ? 0 : p.activations) + WARPS * DEPTH * S::SCALES;
   if (BY_THREADS) staged = sums + (p.batch + CL - 1) / CL * parts * tile_sums + kZeros;  // all rows
   const uint32_t ring = shared_address(smem) + warp * (DEPTH * S::SLOT);
   const uint32_t scales = shared_address(smem) + S::WEIGHTS + (BY_THREADS ? 0 : p.activations) + warp * (DEPTH * S::SCALES);
-  constexpr bool ENGINE = HELD == 0 && !BY_THREADS;
+  constexpr bool ENGINE = HELD == 0 && !BY_THREADS, APART = stream::asks_apart(CL, RESIDENT, HELD, BY_THREADS);
   // Slots that are asked for before the launch before has ended. A block that fills its multiprocessor begins when that has, and the engine takes
   // requests in turn: then activations come sooner if few weights stand before them.
   constexpr int EARLY = RESIDENT == 1 || (ENGINE && CL > 1) ? 1 : DEPTH;
@@ -140,18 +144,35 @@ __global__ __launch_bounds__(WARPS * kWarp, RESIDENT) void boxes_kernel(const __
   const int columns = NT == 1 ? p.rows : NT * kColumns, k_first = segment_begin(rank * SPC, units) * UNIT;
   const bool absent = BY_THREADS && lane / 4 >= columns;
 
+  if (APART && warp == WARPS) {
+    // A block that fills its multiprocessor begins when one of the launch before has ended there. Of the last of them the others wait for this block's
+    // activations from its first instruction on, so a warp of its own asks for them, a lane for each segment.
+    const int from = segment_begin(rank * SPC + lane, units), end = segment_begin(rank * SPC + lane + 1, units);
+    const uint32_t there = shared_address(came + lane);
+    if (lane < SPC) barrier_init(there, 1);
+    asm volatile("fence.mbarrier_init.release.cluster;\nfence.proxy.async.shared::cta;" ::: "memory");
+    asm volatile("bar.arrive 1, %0;" ::"n"((WARPS + 1) * kWarp) : "memory");
+    wait_for_previous();
+    if (lane < SPC && from < end) {
+      barrier_expect(there, p.area);
+      copy_blocks(shared_address(smem) + S::WEIGHTS + lane * p.area, &p.boxes, from * UNIT / kBlock, there);
+    }
+    __syncwarp();
+    cluster_arrive<CL>();
+    return;
+  }
   if (lane == 0)
     for (int i = 0; i < DEPTH; ++i) barrier_init(barriers + i * 8, 1);
   if (CL > 1 && threadIdx.x == 0) barrier_init(shared_address(&met), 1);
-  if (ENGINE && warp < SPC && lane == 0) barrier_init(activations, 1);
+  if (ENGINE && !APART && warp < SPC && lane == 0) barrier_init(activations, 1);
   asm volatile("fence.mbarrier_init.release.cluster;\nfence.proxy.async.shared::cta;" ::: "memory");
   __syncwarp();
   cluster_arrive<CL>();  // the others may send once they have waited for it
   Copies<S> copies{p, count * parts, tiles0, first, begin, steps, paired, ring, scales, barriers, steps > 0 ? warp / SPC * MT : count * parts};
   copies.ask(EARLY);
   std::conditional_t<(HELD > 0), HeldRows<HELD, PIECES, CL, WARPS>, int> held;
-  if (ENGINE && threadIdx.x == 0) asm volatile("prefetch.tensormap [%0];" ::"l"(&p.boxes) : "memory");
-  if (ENGINE) __syncthreads();  // every segment's barriers are there
+  if (ENGINE && !APART && threadIdx.x == 0) asm volatile("prefetch.tensormap [%0];" ::"l"(&p.boxes) : "memory");
+  if (ENGINE && !APART) __syncthreads();  // every segment's barriers are there
   if constexpr (HELD > 0) held.weights(p.norm_w, p.k, segment_begin(rank * SPC + local, units) * UNIT, segment_begin(rank * SPC + local + 1, units) * UNIT);
 
   wait_for_previous();
@@ -172,8 +193,8 @@ __global__ __launch_bounds__(WARPS * kWarp, RESIDENT) void boxes_kernel(const __
       if (threadIdx.x < kZeros / 16) reinterpret_cast<uint4*>(staged - kZeros)[threadIdx.x] = make_uint4(0, 0, 0, 0);
       __syncthreads();
     } else {
-      if (warp < SPC && steps > 0 && elected()) {
-        barrier_expect(activations, p.activations / SPC);
+      if (!APART && warp < SPC && steps > 0 && elected()) {
+        barrier_expect(activations, p.area);
         copy_blocks(shared_address(staged), &p.boxes, block, activations);
       }
       __syncwarp();
@@ -188,6 +209,7 @@ __global__ __launch_bounds__(WARPS * kWarp, RESIDENT) void boxes_kernel(const __
   const uint32_t b_row = BY_THREADS ? (absent ? 0 - static_cast<uint32_t>(kZeros) : lane / 4 * p.stride + (begin * UNIT - k_first) * 2) + lane % 4 * 16
                                     : row * kBlockBytes + (lane % 4 ^ row) * 16;
   const uint32_t b_first = shared_address(staged) + b_row, b_unit = absent ? 0 : UNIT * 2;
+  if (APART) asm volatile("bar.sync 1, %0;" ::"n"((WARPS + 1) * kWarp) : "memory");  // the segments' barriers are there
   if (ENGINE && steps > 0) barrier_wait(activations, 0);
   uint32_t slot = ring, slot_scales = scales + lane / 4 * S::LINE, slot_barrier = barriers, parity = 0;
   bool met_parity = false;
@@ -263,6 +285,13 @@ __global__ __launch_bounds__(WARPS * kWarp, RESIDENT) void boxes_kernel(const __
       }
     }
 
+    const int all = mine * sets * kColumns;
+    int g = 0, set = 0, own = 0;
+    const auto place = [&](int i) { g = i % kColumns, own = i / kColumns * p.by_sets >> 16, set = i / kColumns - own * sets; };
+    if constexpr (RESIDENT == 1) {  // what a thread adds first is found before it waits, where there are registers for it
+      place(threadIdx.x);
+      asm volatile("" : "+r"(g), "+r"(set), "+r"(own));
+    }
     if constexpr (CL > 1) {
       if (mine > 0) barrier_wait(shared_address(&met), met_parity);
     } else {
@@ -270,8 +299,8 @@ __global__ __launch_bounds__(WARPS * kWarp, RESIDENT) void boxes_kernel(const __
     }
     asm volatile("" : "+r"(counted));  // whose load nothing before this waits for
     const int rows = min(counted, p.rows);
-    for (int i = threadIdx.x; i < mine * sets * kColumns; i += WARPS * kWarp) {
-      const int g = i % kColumns, set = i / kColumns % sets, own = i / kColumns / sets;
+    for (int i = threadIdx.x; i < all; i += WARPS * kWarp) {
+      if (RESIDENT > 1 || i >= WARPS * kWarp) place(i);
       const auto total = [&](int part, float (&v)[VALUES]) {
         const float* from = reinterpret_cast<const float*>(sums + (own * parts + part) * tile_sums) + (set * kColumns + g) * VALUES;
 #pragma unroll
@@ -341,10 +370,12 @@ bool CudaBackend::linear_boxes(const LinearArgs& a) {
   const stream::LinearBoxes& v = int4 ? stream::kBoxesInt4[launch.variant] : stream::kBoxesBf16[launch.variant];
   Params p{};
   p.x = a.x, p.ldx = a.ldx, p.k = k, p.norm_w = a.norm_w, p.eps = a.eps, p.epilogue = a.epilogue, p.rows = a.max_rows, p.n_rows = a.n_rows;
-  p.outputs = tiles + others, p.batch = launch.batch, p.activations = static_cast<int>(stream::box_activations(v, kind, k, a.max_rows));
+  p.each = (tiles + others) / launch.clusters, p.rest = (tiles + others) % launch.clusters, p.batch = launch.batch;
+  p.sets = stream::box_tile_sets(v, kind, a.max_rows), p.by_sets = 65536 / p.sets + 1;
+  p.activations = static_cast<int>(stream::box_activations(v, kind, k, a.max_rows)), p.area = p.activations / (kSegments / v.cl);
   p.stride = stream::staged_stride(stream::staged_length(k, v.cl, stream::unit_of(kind)));
   if (a.norm_w == nullptr && !v.by_threads)
-    p.boxes = block_map(a.x, k / kBlock, static_cast<uint64_t>(a.ldx) * 2, a.max_rows, v.rows, p.activations / (kSegments / v.cl * v.rows * kBlockBytes), v.rows > 1);
+    p.boxes = block_map(a.x, k / kBlock, static_cast<uint64_t>(a.ldx) * 2, a.max_rows, v.rows, p.area / (v.rows * kBlockBytes), v.rows > 1);
   const uint64_t pitch = static_cast<uint64_t>(int4 ? k / 2 : k * 2);
   for (int i = 0; i < 2; ++i) {
     const int j = i < a.parts ? i : 0;
@@ -358,7 +389,7 @@ bool CudaBackend::linear_boxes(const LinearArgs& a) {
                              : kernel_of<WeightKind::kBf16, stream::kBoxesBf16>(launch.variant);
   const char* const name = int4 ? "linear_int4_bf16" : "linear_bf16";
   reserve_shared(reinterpret_cast<const void*>(kernel), name, launch.shared);
-  launch_clusters(name, kernel, v.cl, dim3(static_cast<unsigned>(launch.clusters * v.cl)), v.warps * kWarp, launch.shared, p);
+  launch_clusters(name, kernel, v.cl, dim3(static_cast<unsigned>(launch.clusters * v.cl)), (v.warps + stream::asks_apart(v.cl, v.resident, v.held, v.by_threads)) * kWarp, launch.shared, p);
   return true;
 }
 
