@@ -183,9 +183,11 @@ constexpr size_t kLinearBoxStatic = 1 << 10;                       // static sha
 // Where worker w's share begins: each has `each`, the first `rest` of them one more. That of the worker behind the last is the end.
 KDTREE_BOTH constexpr int share_begin(int each, int rest, int w) { return each * w + (w < rest ? w : rest); }
 
-// Whether a warp of its own asks for activations, beside those that multiply: in a cluster's block that fills its multiprocessor, where the bulk copy
-// engine brings them.
-KDTREE_BOTH constexpr bool asks_apart(int cl, int resident, int held, bool by_threads) { return cl > 1 && resident == 1 && held == 0 && !by_threads; }
+// Whether a warp of its own asks for activations, beside those that multiply: in a cluster's block of bf16 weights that fills its multiprocessor, where
+// the bulk copy engine brings them. (Of int4 ones it is no gain: docs/kernels.md.)
+KDTREE_BOTH constexpr bool asks_apart(WeightKind kind, int cl, int resident, int held, bool by_threads) {
+  return kind == WeightKind::kBf16 && cl > 1 && resident == 1 && held == 0 && !by_threads;
+}
 
 // Up to four int4 rows stand at the even columns of a tile of eight, so that a lane has half as many sums to scale.
 KDTREE_BOTH constexpr bool at_even_columns(WeightKind kind, int rows) { return kind == WeightKind::kInt4 && rows <= kColumns / 2; }

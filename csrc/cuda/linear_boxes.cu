@@ -8,8 +8,9 @@
 // launch's. The blocks of a cluster have kSegments/CL segments each of all the cluster's tiles. A tile's sums go to the block that adds its
 // eight: in a cluster through distributed shared memory, counted by a barrier there, so that nobody waits for a block that has nothing for it.
 // Activations stand in blocks of 64 elements of all rows, swizzled like weights and in K's own order. Without a norm the bulk copy engine brings
-// them, a segment at a time, for which alone its warps wait; with one, warps hold their pieces of a row from its squares to the rounded value
+// them, a segment at a time, for which alone its warps wait (of bf16 weights a warp of its own asks for them); with one, warps hold their pieces of a row from its squares to the rounded value
 // (held_rows.cuh). Where threads stage them, which is the quicker way to few, they stand row after row in the nibbles' order (stream.cuh).
+// Weights are the first that L2 forgets, so that activations stay.
 // Reduction order: stream.cuh; the norm's sum of squares likewise by segments. Neither depends on M, the shape or the grid.
 #include "backend.h"
 #include "boxes.cuh"
@@ -112,7 +113,7 @@ struct Copies {
 #endif
 
 template <WeightKind KIND, int ROWS, int MT, int CL, int WARPS, int BOXES, int DEPTH, int RESIDENT, int HELD, int PIECES, bool BY_THREADS>
-__global__ __launch_bounds__((WARPS + stream::asks_apart(CL, RESIDENT, HELD, BY_THREADS)) * kWarp, RESIDENT) void boxes_kernel(const __grid_constant__ Params p) {
+__global__ __launch_bounds__((WARPS + stream::asks_apart(KIND, CL, RESIDENT, HELD, BY_THREADS)) * kWarp, RESIDENT) void boxes_kernel(const __grid_constant__ Params p) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   using S = Shape<KIND, ROWS, MT, CL, WARPS, BOXES, DEPTH, RESIDENT>;
   constexpr int SPC = S::SPC, UNIT = kUnitK<KIND>, NT = S::NT, VALUES = S::VALUES;
@@ -134,7 +135,7 @@ __global__ __launch_bounds__((WARPS + stream::asks_apart(CL, RESIDENT, HELD, BY_
   if (BY_THREADS) staged = sums + (p.batch + CL - 1) / CL * parts * tile_sums + kZeros;  // all rows
   const uint32_t ring = shared_address(smem) + warp * (DEPTH * S::SLOT);
   const uint32_t scales = shared_address(smem) + S::WEIGHTS + (BY_THREADS ? 0 : p.activations) + warp * (DEPTH * S::SCALES);
-  constexpr bool ENGINE = HELD == 0 && !BY_THREADS, APART = stream::asks_apart(CL, RESIDENT, HELD, BY_THREADS);
+  constexpr bool ENGINE = HELD == 0 && !BY_THREADS, APART = stream::asks_apart(KIND, CL, RESIDENT, HELD, BY_THREADS);
   // Slots that are asked for before the launch before has ended. A block that fills its multiprocessor begins when that has, and the engine takes
   // requests in turn: then activations come sooner if few weights stand before them.
   constexpr int EARLY = RESIDENT == 1 || (ENGINE && CL > 1) ? 1 : DEPTH;
@@ -389,7 +390,7 @@ bool CudaBackend::linear_boxes(const LinearArgs& a) {
                              : kernel_of<WeightKind::kBf16, stream::kBoxesBf16>(launch.variant);
   const char* const name = int4 ? "linear_int4_bf16" : "linear_bf16";
   reserve_shared(reinterpret_cast<const void*>(kernel), name, launch.shared);
-  launch_clusters(name, kernel, v.cl, dim3(static_cast<unsigned>(launch.clusters * v.cl)), (v.warps + stream::asks_apart(v.cl, v.resident, v.held, v.by_threads)) * kWarp, launch.shared, p);
+  launch_clusters(name, kernel, v.cl, dim3(static_cast<unsigned>(launch.clusters * v.cl)), (v.warps + stream::asks_apart(kind, v.cl, v.resident, v.held, v.by_threads)) * kWarp, launch.shared, p);
   return true;
 }
 
