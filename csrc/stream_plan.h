@@ -184,7 +184,7 @@ constexpr size_t kLinearBoxStatic = 1 << 10;                       // static sha
 KDTREE_BOTH constexpr int share_begin(int each, int rest, int w) { return each * w + (w < rest ? w : rest); }
 
 // Whether a warp of its own asks for activations, beside those that multiply: in a cluster's block of bf16 weights that fills its multiprocessor, where
-// the bulk copy engine brings them. (Of int4 ones it is no gain: docs/kernels.md.)
+// the bulk copy engine brings them. (Of int4 ones it is no gain: docs/kernels_linear.md.)
 KDTREE_BOTH constexpr bool asks_apart(WeightKind kind, int cl, int resident, int held, bool by_threads) {
   return kind == WeightKind::kBf16 && cl > 1 && resident == 1 && held == 0 && !by_threads;
 }
