@@ -17,18 +17,25 @@ struct TileShape {
 constexpr int kTileWarps = kSegments;                       // the shared expert's segments are a warp's each
 constexpr int kFewTiles = kTileWarps / 2;                   // of a launch's last units
 constexpr int kTileRow = kBoxK * 2 + 64;                    // bytes from a row's activations of a stage to the next one's: two rows lie in all banks
-constexpr int kTileRun = kColumns * kTileRow;               // and of all rows
+constexpr int kTileColumns = 2 * kColumns;                  // rows of an expert that are multiplied at a time
+constexpr int kTileRun = kTileColumns * kTileRow;
 constexpr int kTileStage = kTileWarps * kBoxBytes;
-constexpr int kTileTurn = 4 * kColumns;                     // rows of the shared expert at a time
 constexpr int kSharedStage = kSegments * 64;                // of K a stage of the shared expert: 128 bytes of each segment
 constexpr size_t kTileStatic = 15 << 10;                    // static shared memory of a kernel, at most
-constexpr TileShape kTiles{4, 2, 2};                        // measured in docs/kernels.md
+constexpr TileShape kTiles{3, 2, 2};                        // measured in docs/kernels.md
 
 // Pieces of scales: one is asked for when at most depth stages are in use.
 constexpr int tile_pieces(const TileShape& v) { return (v.depth - 1 + v.span - 1) / v.span + 1; }
 constexpr int tile_piece(const TileShape& v) { return kTileWarps * kTileRows * v.span * 16; }
 constexpr size_t tile_shared(const TileShape& v) {
   return kBoxAlign + static_cast<size_t>(v.depth) * (kTileStage + kTileRun) + static_cast<size_t>(tile_pieces(v)) * tile_piece(v);
+}
+
+// The shared expert's tiles go in groups of kTileWarps, of which a block has a segment of K; bytes in which the segments' sums meet.
+constexpr int kMostGroups = 1024;
+constexpr int tile_groups(bool down, int n) { return (n + kTileWarps * moe_outputs(down) - 1) / (kTileWarps * moe_outputs(down)); }
+constexpr size_t tile_parts(int groups, int rows) {
+  return static_cast<size_t>(groups) * kSegments * kTileWarps * kTileRows * ((rows + kColumns - 1) / kColumns * kColumns) * sizeof(float);
 }
 
 // Whether it serves int4 experts of n weight rows of k values; shared_k 0: there is no shared expert. Gate and up need rows that stand normed in

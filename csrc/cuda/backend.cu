@@ -6,6 +6,7 @@
 #include <cstring>
 #include <vector>
 
+#include "../tile_plan.h"
 #include "device.cuh"
 #include "tickets.cuh"
 
@@ -74,8 +75,10 @@ CudaBackend::CudaBackend(int device, bool poison) : device_(device), poison_(poi
   device_shape_.wgmma = wgmma_;
   KD_CUDA(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking));
   KD_CUDA(cudaMallocHost(reinterpret_cast<void**>(&staging_), kStaging));
-  KD_CUDA(cudaMalloc(reinterpret_cast<void**>(&tickets_), 3 * sizeof(cuda::Tickets)));
-  KD_CUDA(cudaMemsetAsync(tickets_, 0, 3 * sizeof(cuda::Tickets), stream_));
+  constexpr size_t tickets = 4 * sizeof(cuda::Tickets), multiplied = (stream::kMostExperts + stream::kMostGroups) * sizeof(unsigned);
+  KD_CUDA(cudaMalloc(reinterpret_cast<void**>(&tickets_), tickets + multiplied));
+  KD_CUDA(cudaMemsetAsync(tickets_, 0, tickets + multiplied, stream_));
+  multiplied_ = reinterpret_cast<unsigned*>(tickets_ + 4);
   if (wgmma_) {
     const int groups = stream::wide_groups(multiprocessors);
     const size_t counters = stream::wide_counters(groups);

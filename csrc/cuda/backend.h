@@ -156,7 +156,9 @@ class CudaBackend final : public Backend {
   bool down_stream(const MoeArgs& a, const RouterArgs* choice);
   int choose_boxes(const MoeArgs& a, bool down) const;  // the shape of box_plan.h that serves, or -1
   bool tiles_serve(const MoeArgs& a, bool down) const;  // moe_tiles.cuh does, as tile_plan.h says
-  void launch_tiles(const char* name, const MoeArgs& a, bool down, const cuda::StreamMoeParams& p);
+  bool tiles_together(const MoeArgs& a) const;               // for both products, one launch behind the other
+  cuda::Tickets* unit_tickets(bool down) const;
+  void launch_tiles(const char* name, const MoeArgs& a, bool down, bool routed, const cuda::StreamMoeParams& p);
   void launch_boxes(const char* name, const MoeArgs& a, bool down, int variant, bool routed, const cuda::StreamMoeParams& p);
   stream::RowLaunch plan_row(const char* name, const MoeArgs& a, bool down);  // of one row; none where choose_boxes' kernels must
   void launch_row(const char* name, const MoeArgs& a, bool down, const stream::RowLaunch& plan, bool routed, const RouterArgs* choice, const cuda::StreamMoeParams& p);
@@ -202,7 +204,8 @@ class CudaBackend final : public Backend {
   char* staging_ = nullptr;  // pinned, for small downloads
   void* exchange_ = nullptr;      // where wgmma_: stream::wide_exchange bytes, for linear_wide
   unsigned* arrivals_ = nullptr;  // and stream::wide_counters bytes: each a multiple of eight between launches
-  cuda::Tickets* tickets_ = nullptr;  // of the router and of down, where blocks of a launch meet, and of the experts' units
+  cuda::Tickets* tickets_ = nullptr;  // of the router and of down, where blocks of a launch meet, and of gate and up's and down's units
+  unsigned* multiplied_ = nullptr;    // of each distinct expert of a step, the tiles of gate and up that are done
 
   bool graphs_on_ = true;
   bool capturing_ = false;

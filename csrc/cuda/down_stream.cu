@@ -51,7 +51,7 @@ bool CudaBackend::down_stream(const MoeArgs& a, const RouterArgs* choice) {
   p.rows = scratch.ordered, p.row_stride = stream::padded(a.down.k);
   p.data[0] = p.data[1] = a.down.data, p.scale[0] = p.scale[1] = a.down.scale, p.shared[0] = p.shared[1] = a.shared_down.data;
   p.n = a.down.n, p.shared_n = a.shared_down.n, p.step = a.down.step();
-  p.ids = a.ids, p.top_k = a.top_k, p.max_rows = a.max_rows, p.n_rows = a.n_rows;
+  p.ids = a.ids, p.top_k = a.top_k, p.experts = a.down.e, p.max_rows = a.max_rows, p.n_rows = a.n_rows;
   p.act = static_cast<uint16_t*>(a.act), p.shared_act = static_cast<uint16_t*>(a.shared_act);
   p.products = scratch.products;
   p.combine = {p.products, a.weights, a.top_k, a.down.n, a.shared_down.n > 0, a.out, a.max_rows, a.n_rows, tickets_ + 1, stream::combining(a.max_rows)};
@@ -69,7 +69,7 @@ bool CudaBackend::down_stream(const MoeArgs& a, const RouterArgs* choice) {
   if (const stream::RowLaunch of_row = plan_row(name, a, true); of_row.tiles > 0) {
     launch_row(name, a, true, of_row, false, choice, p);
   } else if (tiles_serve(a, true)) {
-    launch_tiles(name, a, true, p);
+    launch_tiles(name, a, true, false, p);
   } else if (const int in_boxes = choose_boxes(a, true); in_boxes >= 0) {
     launch_boxes(name, a, true, in_boxes, false, p);
   } else {

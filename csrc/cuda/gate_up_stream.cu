@@ -38,7 +38,7 @@ bool CudaBackend::gate_up_stream(const MoeArgs& a, bool routed, const RouterArgs
   p.data[0] = a.gate.data, p.data[1] = a.up.data, p.scale[0] = a.gate.scale, p.scale[1] = a.up.scale;
   p.shared[0] = a.shared_gate.data, p.shared[1] = a.shared_up.data;
   p.n = a.gate.n, p.shared_n = a.shared_gate.n, p.step = a.gate.step();
-  p.ids = a.ids, p.top_k = a.top_k, p.max_rows = a.max_rows, p.n_rows = a.n_rows;
+  p.ids = a.ids, p.top_k = a.top_k, p.experts = a.gate.e, p.max_rows = a.max_rows, p.n_rows = a.n_rows;
   p.act = static_cast<uint16_t*>(a.act), p.shared_act = static_cast<uint16_t*>(a.shared_act);
   if (int4 && a.phase == MoePhase::kBoth && stream::padded(a.gate.n) == a.gate.n) p.ordered = scratch.ordered;
   if (!staged && !(routed && stream::leaves_normed(a.max_rows))) {
@@ -47,7 +47,7 @@ bool CudaBackend::gate_up_stream(const MoeArgs& a, bool routed, const RouterArgs
   if (of_row.tiles > 0) {
     launch_row(name, a, false, of_row, routed, choice, p);
   } else if (in_tiles) {
-    launch_tiles(name, a, false, p);
+    launch_tiles(name, a, false, routed, p);
   } else if (in_boxes >= 0) {
     launch_boxes(name, a, false, in_boxes, routed, p);
   } else {

@@ -188,7 +188,7 @@ __global__ __launch_bounds__(S::THREADS, S::RESIDENT) void box_moe_kernel(const 
     // The last of the others finds the routes and who has what while they are at the shared expert's items, which wait for no router.
     if (warp == WARPS - 1) {
       if constexpr (!DOWN) wait_for_previous();
-      find_routes<kColumns, kWarp>(routes, p.ids + m0 * p.top_k, rows, p.top_k);
+      find_routes<kColumns, kWarp>(routes, p.ids + m0 * p.top_k, rows, p.top_k, p.experts);
       const int weight = stream::shared_weight((rows + S::SHARED_TURN - 1) / S::SHARED_TURN, p.shared_k, p.k, p.bf16), count = routes.turn[routes.found] * tiles;
       const int first = stream::first_box_item(count, shared_tiles, weight, blocks, block), end = stream::first_box_item(count, shared_tiles, weight, blocks, block + 1);
       constexpr int OWNERS = SPLIT > 1 ? GROUPS : 1;

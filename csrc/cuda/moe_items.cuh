@@ -27,7 +27,7 @@ struct StreamMoeParams {
   int n, shared_n;        // weight rows of an expert; shared_n 0: none
   int step;               // weight rows from an expert to the next
   const int32_t* ids;
-  int top_k;
+  int top_k, experts;
   uint16_t* act;         // [M*top_k, n or k] bf16: written by gate and up, read by down of bf16
   uint16_t* shared_act;  // [M, S]
   uint16_t* ordered;     // gate and up: act once more, in the multiplication's order; or null

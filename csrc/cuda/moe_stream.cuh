@@ -20,7 +20,7 @@ __device__ __forceinline__ void copy_scales(uint32_t to, const void* from, uint3
 // Finds the routes of the block's rows, and the items of one of its warps: the first, and where they end. A call, so that it takes no
 // registers from the loop.
 static __device__ __noinline__ int2 own_items(Routes<kMoeRows * kMostTopK>& routes, const StreamMoeParams& p, int tiles, int shared_tiles, int rows, int warp) {
-  find_routes<kColumns, kMoeThreads>(routes, p.ids + blockIdx.y * kMoeRows * p.top_k, rows, p.top_k);
+  find_routes<kColumns, kMoeThreads>(routes, p.ids + blockIdx.y * kMoeRows * p.top_k, rows, p.top_k, p.experts);
   const stream::Items all = stream::moe_items(gridDim.x, shared_tiles, (rows + kColumns - 1) / kColumns, p.shared_k, routes.turn[routes.found] * tiles, p.k, p.bf16);
   const int block = blockIdx.x;
   return make_int2(stream::first_item(all, block, stream::kMoeWarps, warp), stream::first_item(all, block, stream::kMoeWarps, warp + 1));

@@ -6,6 +6,8 @@
 // segment each: they meet in the ring's last stage. Blocks take units as they come, from a counter, since equal shares ended up to a third
 // apart. One thread asks for everything; a warp more finds the routes.
 #pragma once
+#include <climits>
+
 #include "../tile_plan.h"
 #include "box_copy.cuh"
 #include "moe_items.cuh"
@@ -17,11 +19,19 @@ namespace cuda {
 struct TileMoeParams {
   CUtensorMap weights, scales;            // of a whole unit
   CUtensorMap tile_weights, tile_scales;  // of one tile
-  CUtensorMap shared;                     // a tile's eight segments
+  CUtensorMap shared, shared_rows;        // the shared expert's weights of as many tiles, and the step's rows that meet them
   StreamMoeParams p;
   bool up_first, shared_up_first;
   bool scales_differ;  // the scales' tensors lie in the other order
   Tickets* tickets;    // of the units
+  int normed;          // gate and up: rows that the launch before norms, which counts them in tickets->ahead; 0: they stand normed
+  // Where gate and up count the tiles they have done, for down to begin before they have ended: of each distinct expert, and of the shared one. Null:
+  // down waits for their end.
+  unsigned *multiplied, *shared_multiplied;
+  int before, shared_before;  // down: of a turn of an expert's rows, and of the shared expert's, in groups of kTileWarps
+  float4* parts;       // [groups, kSegments, kTileWarps, shared_columns, kWarp]: the shared expert's sums of a segment, as lanes have them
+  unsigned* met;       // [groups] segments whose sums are there
+  int shared_columns;  // tiles of eight of the step's rows
 };
 
 constexpr int kAhead = 3;  // stages before a unit's last that the next one is asked for
@@ -35,18 +45,12 @@ struct TileMoeShape {
   static constexpr int LINE = SPAN * 16, PIECE = stream::tile_piece({DEPTH, SPAN, RESIDENT}), PIECES = stream::tile_pieces({DEPTH, SPAN, RESIDENT});
 };
 
-// What the warps multiply next: so many tiles, and the places of their columns, of which there are none of the shared expert; no tiles: all is
-// done.
+// What the warps multiply next: so many tiles of the step's expert `slot`, and the places of their columns, of which there are none of the shared
+// expert; no tiles: all is done.
 struct TileWork {
-  int tile, count, first, columns;
+  int tile, count, first, columns, slot;
 };
 
-// A box of row_map's with segments: the same bytes of all of them.
-__device__ __forceinline__ void copy_segments(uint32_t to, const CUtensorMap* map, int byte, int row, uint32_t barrier) {
-  asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %5}], [%2];" ::"r"(to), "l"(map),
-               "r"(barrier), "r"(byte), "r"(row), "r"(0)
-               : "memory");
-}
 // Bytes that follow each other, a multiple of 16.
 __device__ __forceinline__ void copy_run(uint32_t to, const void* from, int bytes, uint32_t barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from), "r"(bytes), "r"(barrier)
@@ -64,16 +68,21 @@ __global__ __launch_bounds__(kTileMoeThreads, S::RESIDENT) void tile_moe_kernel(
   const StreamMoeParams& p = q.p;
   extern __shared__ __align__(128) uint8_t dynamic[];
   __shared__ Routes<stream::moe_rows(false) * kMostTopK> routes;
-  __shared__ uint64_t full[DEPTH], empty[DEPTH], routed;
+  // done, told: of every other unit, the warps have multiplied it, and it has been told of. rows_there: the shared expert's may be read. ended: the launch
+  // before has.
+  __shared__ uint64_t full[DEPTH], empty[DEPTH], done[2], told[2], rows_there, routed, ended;
   __shared__ TileWork works[WORKS];  // those asked for, each at least a stage, the one at hand and the end
   const uint32_t ring = (shared_address(dynamic) + stream::kBoxAlign - 1) / stream::kBoxAlign * stream::kBoxAlign;
   const uint32_t runs = ring + DEPTH * STAGE, pieces = runs + DEPTH * RUN;
   const uint32_t full_at = shared_address(full), empty_at = shared_address(empty), routed_at = shared_address(&routed);
+  const uint32_t done_at = shared_address(done), told_at = shared_address(told), rows_there_at = shared_address(&rows_there), ended_at = shared_address(&ended);
   const int warp = __shfl_sync(kAll, threadIdx.x / kWarp, 0), lane = threadIdx.x % kWarp;
   const int block = blockIdx.x, blocks = gridDim.x;
-  const int tiles = (p.n + OUTPUTS - 1) / OUTPUTS, shared_tiles = (p.shared_n + OUTPUTS - 1) / OUTPUTS;
-  const int own_shared = stream::shared_items(shared_tiles, blocks, block);
+  const int tiles = (p.n + OUTPUTS - 1) / OUTPUTS, groups = (p.shared_n + WARPS * OUTPUTS - 1) / (WARPS * OUTPUTS);
+  const int own_shared = stream::shared_items(groups * kSegments, blocks, block);
   const int stages = p.k / stream::kBoxK, shared_stages = p.shared_k / stream::kSharedStage;
+  const bool tells = q.multiplied != nullptr;  // gate and up; down listens
+  const int told_of = !DOWN && tells ? INT_MAX : own_shared;  // of the block's units, the first ones
   const auto live_rows = [&]() { return active_rows(p.n_rows, p.max_rows); };
 
   if (threadIdx.x == 0) {
@@ -81,10 +90,17 @@ __global__ __launch_bounds__(kTileMoeThreads, S::RESIDENT) void tile_moe_kernel(
       barrier_init(full_at + i * 8, 1);
       barrier_init(empty_at + i * 8, WARPS);
     }
-    barrier_init(routed_at, kWarp);
+    for (int i = 0; i < 2; ++i) barrier_init(done_at + i * 8, WARPS), barrier_init(told_at + i * 8, 1);
+    for (const uint32_t at : {rows_there_at, routed_at, ended_at}) barrier_init(at, kWarp);
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // the copy engine is to see the barriers
   }
   __syncthreads();
+  const auto emit_at = [&](int tile, int first, int c, int columns, bool of_shared, float low, float high) {
+    if (c >= columns) return;
+    if (!of_shared) low = __fmul_rn(low, 4.f), high = __fmul_rn(high, 4.f);
+    const bool swap = !DOWN && (of_shared ? q.shared_up_first : q.up_first);
+    emit_column<DOWN>(p, 0, of_shared, of_shared ? first + c : routes.place[first + c], tile * OUTPUTS + lane / 4, swap ? high : low, swap ? low : high);
+  };
 
   if (warp == WARPS) {
     if (elected()) {
@@ -96,44 +112,59 @@ __global__ __launch_bounds__(kTileMoeThreads, S::RESIDENT) void tile_moe_kernel(
       // What the next stage belongs to, which it makes known.
       const auto begin = [&](const TileWork& work) {
         slot_free();
+        if (at_work >= 2 && at_work - 2 < told_of) barrier_wait(told_at + at_work % 2 * 8, (at_work / 2 - 1) & 1);
         works[at_work % WORKS] = work;
         ++at_work;
       };
-      const auto shared_stage = [&](int tile, int j) {
-        slot_free();
-        const uint32_t barrier = full_at + slot * 8;
-        barrier_expect(barrier, STAGE);
-        copy_segments(ring + slot * STAGE, &q.shared, j * 128, tile * OUTPUTS, barrier);
-        advance();
+      // A segment of a group of the shared expert's tiles: weights, and the rows that meet them.
+      const auto shared_byte = [&](int item, int j) { return (item % kSegments * shared_stages + j) * 128; };
+      const auto copy_shared = [&](int item, int j, int to) {
+        barrier_expect(full_at + to * 8, STAGE + q.shared_columns * 1024);
+        copy_box(ring + to * STAGE, &q.shared, shared_byte(item, j), item / kSegments * (WARPS * OUTPUTS), full_at + to * 8);
       };
-      // Weights alone wait for nobody; the first turn is all that is known of the rows.
-      int early = 0;
-      if (own_shared > 0) {
-        begin({block, 1, 0, 0});
-        for (; early < min(DEPTH, shared_stages); ++early) shared_stage(block, early);
-      }
+      const auto copy_shared_rows = [&](int item, int j, int to) { copy_box(runs + to * RUN, &q.shared_rows, shared_byte(item, j), 0, full_at + to * 8); };
+      // Weights alone wait for nobody.
+      const int early = own_shared > 0 ? min(DEPTH, shared_stages) : 0;
+      if (own_shared > 0) begin({block / kSegments, WARPS, block % kSegments, 0, 0});
+      for (int j = 0; j < early; ++j) copy_shared(block, j, j);
       const int rows = live_rows();
-      wait_for_previous();
+      const auto written = [] { asm volatile("fence.proxy.async.global;" ::: "memory"); };  // what others wrote is to be read by the copy engine
+      barrier_wait(rows_there_at, 0);
+      written();
+      for (int j = 0; j < early; ++j) {
+        copy_shared_rows(block, j, j);
+        advance();
+      }
       if (rows <= 0) {
         for (int i = 0; i < early; ++i) barrier_wait(full_at + i * 8, 0);
       } else {
-        asm volatile("fence.proxy.async.global;" ::: "memory");  // what the launch before wrote is to be read by the copy engine
-        const int shared_turns = (rows + stream::kTileTurn - 1) / stream::kTileTurn;
-        for (int i = 0; i < own_shared * shared_turns; ++i) {
-          const int tile = block + i / shared_turns * blocks, turn = i % shared_turns;
-          if (i > 0) begin({tile, 1, turn * stream::kTileTurn, 0});
-          for (int j = i > 0 ? 0 : early; j < shared_stages; ++j) shared_stage(tile, j);
+        for (int i = 0; i < own_shared; ++i) {
+          const int item = block + i * blocks;
+          if (i > 0) begin({item / kSegments, WARPS, item % kSegments, 0, 0});
+          for (int j = i > 0 ? 0 : early; j < shared_stages; ++j) {
+            slot_free();
+            copy_shared(item, j, slot);
+            copy_shared_rows(item, j, slot);
+            advance();
+          }
         }
         barrier_wait(routed_at, 0);
+        bool all_written = !DOWN || !tells;
+        if (all_written) written();
         const int items = routes.turn[routes.found] * tiles;
         for (int taken = block;;) {
           const stream::TileUnit unit = stream::tile_unit(taken, items, blocks);
           if (unit.item >= items) break;
           const int expert = routes.slot[unit.item / tiles], first_turn = routes.turn[expert];
           const stream::ItemPlace place = stream::tile_item(unit.item - first_turn * tiles, routes.turn[expert + 1] - first_turn);
-          const int first = routes.start[expert] + place.turn * kColumns, columns = min(routes.start[expert + 1] - first, kColumns);
+          const int first = routes.start[expert] + place.turn * stream::kTileColumns, columns = min(routes.start[expert + 1] - first, stream::kTileColumns);
           const int first_row = routes.expert[expert] * p.step + place.tile * OUTPUTS;
-          begin({place.tile, unit.count, first, columns});
+          if (!all_written) {
+            all_written = barrier_passed(ended_at, 0);
+            if (!all_written) ticket_wait(q.multiplied + expert, q.before * (routes.turn[expert + 1] - first_turn));
+            written();
+          }
+          begin({place.tile, unit.count, first, columns, expert});
           for (int j = 0; j < stages; ++j) {
             if (j == max(stages - kAhead, 0)) taken = next_unit(q.tickets, blocks);
             slot_free();
@@ -159,129 +190,150 @@ __global__ __launch_bounds__(kTileMoeThreads, S::RESIDENT) void tile_moe_kernel(
             advance();
           }
         }
-        leave_units(q.tickets, blocks);
         begin({});
         barrier_arrive(full_at + slot * 8);
+      }
+      if (leave_units(q.tickets, blocks) && DOWN && tells && rows > 0) {
+        for (int i = 0; i < routes.found; ++i) q.multiplied[i] = 0;
       }
     }
     __syncwarp();
   } else if (warp == WARPS + 1) {
     const int rows = live_rows();
+    // The shared expert's rows are there before the launch before has ended.
+    const bool early = DOWN ? tells && rows > 0 : q.normed > 0;
+    if (early) {
+      if (lane == 0) ticket_wait(DOWN ? q.shared_multiplied : &q.tickets->ahead, DOWN ? q.shared_before : q.normed);
+      __syncwarp();
+      barrier_arrive(rows_there_at);
+    }
     if (!DOWN || rows <= 0) wait_for_previous();
     if (rows > 0) {
-      find_routes<kColumns, kWarp>(routes, p.ids, rows, p.top_k);
+      if (!DOWN && !early) barrier_arrive(rows_there_at);
+      find_routes<stream::kTileColumns, kWarp>(routes, p.ids, rows, p.top_k, p.experts);
+      if (DOWN && !tells) wait_for_previous();
+      if (DOWN && !early) barrier_arrive(rows_there_at);
       barrier_arrive(routed_at);
-      if (DOWN) wait_for_previous();
+      // Whoever has a group's last segment adds them all.
+      const auto add_segments = [&](int group) {
+        const float4* const from = q.parts + static_cast<size_t>(group) * (kSegments * WARPS) * (q.shared_columns * kWarp) + lane;
+        const int used = (rows + kColumns - 1) / kColumns, all = WARPS * used;  // tiles of columns that have a row
+        constexpr int AT_A_TIME = 2;
+#pragma unroll 1
+        for (int base = 0; base < all; base += AT_A_TIME) {
+          float4 v[AT_A_TIME][kSegments];
+#pragma unroll
+          for (int i = 0; i < AT_A_TIME; ++i) {
+            const int at = min(base + i, all - 1), place = at / used * q.shared_columns + at % used;
+#pragma unroll
+            for (int s = 0; s < kSegments; ++s) v[i][s] = __ldcg(from + (s * WARPS * q.shared_columns + place) * kWarp);
+          }
+#pragma unroll
+          for (int i = 0; i < AT_A_TIME; ++i) {
+            if (base + i >= all) break;
+            float4 sum = v[i][0];
+#pragma unroll
+            for (int s = 1; s < kSegments; ++s) {
+              sum.x = __fadd_rn(sum.x, v[i][s].x), sum.y = __fadd_rn(sum.y, v[i][s].y);
+              sum.z = __fadd_rn(sum.z, v[i][s].z), sum.w = __fadd_rn(sum.w, v[i][s].w);
+            }
+            const int tile = group * WARPS + (base + i) / used, c = (base + i) % used * kColumns + lane % 4 * 2;
+            emit_at(tile, 0, c, rows, true, sum.x, sum.z);
+            emit_at(tile, 0, c + 1, rows, true, sum.y, sum.w);
+          }
+        }
+      };
+      for (int i = 0; i < told_of; ++i) {
+        barrier_wait(done_at + i % 2 * 8, i / 2 & 1);
+        const TileWork work = works[i % WORKS];
+        __syncwarp();
+        if (lane == 0) barrier_arrive(told_at + i % 2 * 8);
+        if (work.count == 0) break;
+        if (work.columns > 0) {
+          if (lane == 0) ticket_add(q.multiplied + work.slot, work.count);
+          continue;
+        }
+        int before = 0;
+        if (lane == 0) before = ticket_add(q.met + work.tile, 1);
+        if (__shfl_sync(kAll, before, 0) != kSegments - 1) continue;
+        add_segments(work.tile);
+        if (lane == 0) q.met[work.tile] = 0;
+        __syncwarp();
+        if (!DOWN && tells && lane == 0) ticket_add(q.shared_multiplied, 1);
+      }
+      if (DOWN && tells) {
+        wait_for_previous();
+        barrier_arrive(ended_at);
+      }
+    } else if (!early) {
+      barrier_arrive(rows_there_at);
     }
   } else {
-    const bool any = live_rows() > 0;
-    wait_for_previous();
     int slot = 0, phase = 0, piece = 0;
     const auto free_slot = [&]() {
       __syncwarp();  // every lane has used what it read
       if (elected()) barrier_arrive(empty_at + slot * 8);
       if (++slot == DEPTH) slot = 0, phase ^= 1;
     };
-    const auto emit_at = [&](int tile, int first, int c, int columns, bool of_shared, float low, float high) {
-      if (c >= columns) return;
-      if (!of_shared) low = __fmul_rn(low, 4.f), high = __fmul_rn(high, 4.f);
-      const bool swap = !DOWN && (of_shared ? q.shared_up_first : q.up_first);
-      emit_column<DOWN>(p, 0, of_shared, of_shared ? first + c : routes.place[first + c], tile * OUTPUTS + lane / 4, swap ? high : low, swap ? low : high);
-    };
-    // A tile's segment of the shared expert for N tiles of columns; the warps' sums meet where the last stage's weights stood.
-    const auto run_shared = [&](auto tiles_of, int tile, int first, int columns) {
+    // A segment of a tile of the shared expert for N tiles of columns, whose sums go to where the segments' meet.
+    const auto run_shared = [&](auto tiles_of, int group, int segment) {
       constexpr int N = decltype(tiles_of)::value;
-      const uint8_t* const base = reinterpret_cast<const uint8_t*>(DOWN ? p.shared_act : p.rows) + warp * (p.shared_k / kSegments) * 2 + lane % 4 * 16;
-      const int stride = (DOWN ? p.shared_k : p.row_stride) * 2;
-      uint32_t from[N];  // rows of a step are fewer than 2^31 bytes
-#pragma unroll
-      for (int nt = 0; nt < N; ++nt) {
-        const int row = first + min(nt * kColumns + lane / 4, columns - 1);
-        from[nt] = static_cast<uint32_t>(row) * stride;
-      }
+      constexpr uint32_t above = DOWN ? 1024 : WARPS * 1024;  // bytes to the eight rows below
+      // 16 bytes of row lane/4's first unit; the second's at ^ 64.
+      const uint32_t line = (lane >> 2) * 128 + ((lane & 3) ^ (lane >> 2)) * 16, own = warp * (DOWN ? 2048 : 1024) + line;
       float acc[N][4] = {};
-      const uint32_t line = (lane >> 2) * 128 + ((lane & 3) ^ (lane >> 2)) * 16;  // 16 bytes of row lane/4's first unit; the second's at ^ 64
-      constexpr bool AHEAD = N == 1 || (N == 2 && !DOWN);  // activations are asked for a stage ahead, where registers are left
-      uint4 x[N][2];
-      const auto load = [&]() {
-#pragma unroll
-        for (int nt = 0; nt < N; ++nt) {
-#pragma unroll
-          for (int u = 0; u < 2; ++u) x[nt][u] = *reinterpret_cast<const uint4*>(base + from[nt] + u * 64);
-          from[nt] += 128;
-        }
-      };
-      if (AHEAD) load();
 #pragma unroll 1
       for (int j = 0; j < shared_stages; ++j) {
-        if (!AHEAD) load();
-        [[maybe_unused]] uint4 held[N][2];
-        if constexpr (AHEAD) {
-#pragma unroll
-          for (int nt = 0; nt < N; ++nt) held[nt][0] = x[nt][0], held[nt][1] = x[nt][1];
-          if (j + 1 < shared_stages) load();
-        }
         barrier_wait(full_at + slot * 8, phase);
-        const uint32_t at = ring + slot * STAGE + warp * stream::kBoxBytes;
+        const uint32_t at = ring + slot * STAGE + own, x_at = runs + slot * RUN + line;
 #pragma unroll
         for (int u = 0; u < 2; ++u) {
-          const uint4 low = in_order(load_shared16(at + (line ^ (u * 64)))), high = in_order(load_shared16(at + 1024 + (line ^ (u * 64))));
+          const uint4 low = in_order(load_shared16(at ^ (u * 64))), high = in_order(load_shared16((at + above) ^ (u * 64)));
           const uint32_t a[4] = {low.x, high.x, low.y, high.y}, b[4] = {low.z, high.z, low.w, high.w};
 #pragma unroll
           for (int nt = 0; nt < N; ++nt) {
-            const uint4 got = AHEAD ? held[nt][u] : x[nt][u], v = DOWN ? in_order(got) : got;
+            const uint4 got = load_shared16((x_at ^ (u * 64)) + nt * 1024), v = DOWN ? in_order(got) : got;
             multiply_add(acc[nt], a, v.x, v.y, acc[nt]);
             multiply_add(acc[nt], b, v.z, v.w, acc[nt]);
           }
         }
-        if (j + 1 < shared_stages) free_slot();
+        free_slot();
       }
-      __syncwarp();
-      const uint32_t sums = ring + slot * STAGE;
+      float4* const to = q.parts + ((static_cast<size_t>(group) * kSegments + segment) * WARPS + warp) * (q.shared_columns * kWarp) + lane;
 #pragma unroll
       for (int nt = 0; nt < N; ++nt) {
-        asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(sums + warp * stream::kBoxBytes + nt * 512 + lane * 16), "f"(acc[nt][0]), "f"(acc[nt][1]),
-                     "f"(acc[nt][2]), "f"(acc[nt][3])
-                     : "memory");
+        if (nt < q.shared_columns) __stcg(to + nt * kWarp, make_float4(acc[nt][0], acc[nt][1], acc[nt][2], acc[nt][3]));
       }
-      asm volatile("bar.sync 1, %0;" ::"n"(WARPS * kWarp) : "memory");
-      if (warp < N && warp * kColumns < columns) {
-        float v[4];
-#pragma unroll
-        for (int s = 0; s < kSegments; ++s) {
-          const uint4 w = load_shared16(sums + s * stream::kBoxBytes + warp * 512 + lane * 16);
-          const float part[4] = {__uint_as_float(w.x), __uint_as_float(w.y), __uint_as_float(w.z), __uint_as_float(w.w)};
-#pragma unroll
-          for (int i = 0; i < 4; ++i) v[i] = s == 0 ? part[i] : __fadd_rn(v[i], part[i]);
-        }
-        const int c = warp * kColumns + lane % 4 * 2;
-        emit_at(tile, first, c, columns, true, v[0], v[2]);
-        emit_at(tile, first, c + 1, columns, true, v[1], v[3]);
-      }
-      asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // the copy engine writes there next
-      free_slot();
     };
-    // An expert's tile: up to four columns at the even places of a product, or up to eight.
-    const auto run = [&](auto halved, const TileWork unit) {
-      constexpr bool HALF = decltype(halved)::value;
-      constexpr int VALUES = HALF ? 2 : 4;
+    // An expert's tile: up to four columns at the even places of a product, up to eight, or so many products side by side.
+    const auto run = [&](auto form, const TileWork& unit) {
+      constexpr bool HALF = decltype(form)::value == 0;
+      constexpr int VALUES = HALF ? 2 : 4, N = HALF ? 1 : decltype(form)::value;
       const bool whole = !DOWN && unit.count == WARPS;
       const uint32_t above = whole ? WARPS * 1024 : 1024;  // bytes to the eight rows below
       const uint32_t own = warp * (whole ? 1024 : 2048), matrix = own + (lane & 7) * 128 + ((lane & 8) ? above : 0) + ((lane >> 4) ^ (lane & 7)) * 16;
       const uint32_t line = warp * (whole ? 8 : 16) * S::LINE + (lane >> 2) * S::LINE, line_above = whole ? WARPS * 8 * S::LINE : 8 * S::LINE;
       const bool differ = !DOWN && q.scales_differ;
       const uint32_t low_scales_at = line + (differ ? line_above : 0), high_scales_at = line + (differ ? 0 : line_above);
-      const uint32_t column = min(HALF ? lane / 8 : lane / 4, unit.columns - 1) * stream::kTileRow + lane % 4 * 16;
-      float acc[VALUES], total[VALUES];
+      uint32_t column[N];
 #pragma unroll
-      for (int i = 0; i < VALUES; ++i) acc[i] = 0.f, total[i] = -0.f;  // -0 + s is s in every bit
+      for (int nt = 0; nt < N; ++nt) column[nt] = min(HALF ? lane / 8 : nt * kColumns + lane / 4, unit.columns - 1) * stream::kTileRow + lane % 4 * 16;
+      float acc[N][VALUES], total[N][VALUES];
+#pragma unroll
+      for (int nt = 0; nt < N; ++nt) {
+#pragma unroll
+        for (int i = 0; i < VALUES; ++i) acc[nt][i] = 0.f, total[nt][i] = -0.f;  // -0 + s is s in every bit
+      }
       const int units_of_k = p.k / kUnitK<WeightKind::kInt4>;
       int segment = 0, at_unit = 0, segment_end = segment_begin(1, units_of_k);
       const auto end_segments = [&]() {
 #pragma unroll 1
         while (at_unit == segment_end && segment < kSegments) {
 #pragma unroll
-          for (int i = 0; i < VALUES; ++i) total[i] = __fadd_rn(total[i], acc[i]), acc[i] = 0.f;
+          for (int nt = 0; nt < N; ++nt) {
+#pragma unroll
+            for (int i = 0; i < VALUES; ++i) total[nt][i] = __fadd_rn(total[nt][i], acc[nt][i]), acc[nt][i] = 0.f;
+          }
           ++segment;
           segment_end = segment_begin(segment + 1, units_of_k);
         }
@@ -290,45 +342,63 @@ __global__ __launch_bounds__(kTileMoeThreads, S::RESIDENT) void tile_moe_kernel(
 #pragma unroll 1
       for (int j = 0; j < stages; ++j) {
         barrier_wait(full_at + slot * 8, phase);
-        const uint32_t at = ring + slot * STAGE, scales = pieces + piece * S::PIECE + j % SPAN * 16, x_at = runs + slot * RUN + column;
+        const uint32_t at = ring + slot * STAGE, scales = pieces + piece * S::PIECE + j % SPAN * 16, x_at = runs + slot * RUN;
         const BoxInt4 box(at, matrix, scales + low_scales_at, scales + high_scales_at);
 #pragma unroll
         for (int g = 0; g < 8; ++g) {
           uint32_t a[4], b[4];
           box.fragments(g, a, b);
           const float scale = box.scale(g), below = box.below(g);
-          const float zero[4] = {};
-          float sum[4];
-          const uint4 x = load_shared16(x_at + g * 64);
-          multiply_add(sum, a, x.x, x.y, zero);
-          multiply_add(sum, b, x.z, x.w, sum);
 #pragma unroll
-          for (int i = 0; i < VALUES; ++i) {
-            const int from = HALF ? i * 2 : i;
-            acc[i] = __fmaf_rn(sum[from], from < 2 ? scale : below, acc[i]);
+          for (int nt = 0; nt < N; ++nt) {
+            const float zero[4] = {};
+            float sum[4];
+            const uint4 x = load_shared16(x_at + column[nt] + g * 64);
+            multiply_add(sum, a, x.x, x.y, zero);
+            multiply_add(sum, b, x.z, x.w, sum);
+#pragma unroll
+            for (int i = 0; i < VALUES; ++i) {
+              const int from = HALF ? i * 2 : i;
+              acc[nt][i] = __fmaf_rn(sum[from], from < 2 ? scale : below, acc[nt][i]);
+            }
           }
           if (g % 4 == 3 && ++at_unit == segment_end) end_segments();
         }
         free_slot();
         if (j % SPAN == SPAN - 1) piece = piece + 1 == S::PIECES ? 0 : piece + 1;
       }
-      if constexpr (HALF) {
-        emit_at(unit.tile + warp, unit.first, lane % 4, unit.columns, false, total[0], total[1]);
-      } else {
-        emit_at(unit.tile + warp, unit.first, lane % 4 * 2, unit.columns, false, total[0], total[2]);
-        emit_at(unit.tile + warp, unit.first, lane % 4 * 2 + 1, unit.columns, false, total[1], total[3]);
+#pragma unroll
+      for (int nt = 0; nt < N; ++nt) {
+        const float* const v = total[nt];
+        if constexpr (HALF) {
+          emit_at(unit.tile + warp, unit.first, lane % 4, unit.columns, false, v[0], v[1]);
+        } else {
+          const int c = nt * kColumns + lane % 4 * 2;
+          emit_at(unit.tile + warp, unit.first, c, unit.columns, false, v[0], v[2]);
+          emit_at(unit.tile + warp, unit.first, c + 1, unit.columns, false, v[1], v[3]);
+        }
       }
     };
 
-    for (int count = 0; any; ++count) {
+    // The warp has multiplied the block's unit `count`.
+    const auto finished = [&](int count) {
+      __syncwarp();
+      if (elected()) barrier_arrive(done_at + count % 2 * 8);
+    };
+    for (int count = 0; live_rows() > 0; ++count) {
       barrier_wait(full_at + slot * 8, phase);  // with its first stage a unit is known
       const TileWork unit = works[count % WORKS];
-      if (unit.count == 0) break;
+      const TileWork& at_hand = DOWN ? unit : works[count % WORKS];  // read again where it is used, where registers are few
+      if (unit.count == 0) {
+        if (count < told_of) finished(count);
+        break;
+      }
       if (unit.columns == 0) {
-        const int columns = min(live_rows() - unit.first, stream::kTileTurn);
-        if (columns <= kColumns) run_shared(std::integral_constant<int, 1>{}, unit.tile, unit.first, columns);
-        else if (columns <= 2 * kColumns) run_shared(std::integral_constant<int, 2>{}, unit.tile, unit.first, columns);
-        else run_shared(std::integral_constant<int, stream::kTileTurn / kColumns>{}, unit.tile, unit.first, columns);
+        const int rows = live_rows();
+        if (rows <= kColumns) run_shared(std::integral_constant<int, 1>{}, unit.tile, unit.first);
+        else if (rows <= 2 * kColumns) run_shared(std::integral_constant<int, 2>{}, unit.tile, unit.first);
+        else if (rows <= 4 * kColumns) run_shared(std::integral_constant<int, 4>{}, unit.tile, unit.first);
+        else run_shared(std::integral_constant<int, 8>{}, unit.tile, unit.first);
       } else if (warp >= unit.count) {  // fewer tiles than warps
 #pragma unroll 1
         for (int j = 0; j < stages; ++j) {
@@ -337,13 +407,17 @@ __global__ __launch_bounds__(kTileMoeThreads, S::RESIDENT) void tile_moe_kernel(
           if (j % SPAN == SPAN - 1) piece = piece + 1 == S::PIECES ? 0 : piece + 1;
         }
       } else if (unit.columns <= kColumns / 2) {
-        run(std::true_type{}, unit);
+        run(std::integral_constant<int, 0>{}, at_hand);
+      } else if (unit.columns <= kColumns) {
+        run(std::integral_constant<int, 1>{}, at_hand);
       } else {
-        run(std::false_type{}, unit);
+        run(std::integral_constant<int, stream::kTileColumns / kColumns>{}, at_hand);
       }
+      if (count < told_of) finished(count);
     }
   }
   __syncwarp();
+  wait_for_previous();
   if constexpr (DOWN) combine(p.combine);
 #endif
 }

@@ -41,6 +41,7 @@ struct Params {
   RouterArgs choice;
   Tickets* tickets;
   int choosing;  // blocks, the first ones
+  unsigned* normed_rows;  // where gate and up, which multiply the shared expert meanwhile, count the rows that stand normed; or null
 };
 
 // Adds up the segments' sums of the block's rows and chooses their experts.
@@ -111,7 +112,7 @@ __global__ __launch_bounds__(kThreads, 2) void route_kernel(const __grid_constan
       norm(p.x + static_cast<size_t>(m) * p.k, p.eps, squares + done % kOwnRows * kSegments,
            [&](int e, uint2 four) { *reinterpret_cast<uint2*>(p.normed + static_cast<size_t>(m) * p.row_stride + e) = four; });
     }
-    meet_ahead(p.tickets, done, rows);
+    meet_ahead(p.tickets, p.normed_rows, done, rows);
   }
   copy_wait<0>();
   __syncthreads();
@@ -166,6 +167,7 @@ bool CudaBackend::route_stream(const LinearArgs& a, const RouterArgs& r, const M
   p.normed = scratch.normed, p.row_stride = stream::padded(w.k), p.stride = stream::staged_stride((units / kSegments + 1) * kUnitK<kKind>);
   p.parts = scratch.parts, p.logits = static_cast<float*>(a.out[0]), p.choice = r, p.tickets = tickets_;
   const bool own = a.max_rows <= kOwnRows;
+  if (!own && tiles_serve(experts, false)) p.normed_rows = &unit_tickets(false)->ahead;
   const int each = stream::route_tiles(a.max_rows), blocks = (tiles + each - 1) / each * kSegments;
   p.choosing = chooses ? stream::choosing(device_shape_, a.max_rows) : 0;
   const auto kernel = own ? &route_kernel<true, stream::route_tiles(kOwnRows)> : &route_kernel<false, stream::route_tiles(kOwnRows + 1)>;

@@ -46,10 +46,10 @@ struct Routes {
   }
 };
 
-// Called by the whole block of THREADS or, kWarp of them, by one warp; the ids of the step's rows, row by row; a turn takes MOST rows. Ends
-// with a barrier of its callers.
+// Called by the whole block of THREADS or, kWarp of them, by one warp; the ids of the step's rows, row by row, all below `experts`; a turn takes
+// MOST rows. Ends with a barrier of its callers.
 template <int MOST, int THREADS, int PLACES>
-__device__ __forceinline__ void find_routes(Routes<PLACES>& r, const int32_t* ids, int rows, int top_k) {
+__device__ __forceinline__ void find_routes(Routes<PLACES>& r, const int32_t* ids, int rows, int top_k, int experts) {
   constexpr int ROWS = Routes<PLACES>::ROWS, AHEAD = THREADS == kWarp ? 4 : 1;  // loads that a thread has on their way
   const int lane = threadIdx.x % kWarp, thread = THREADS == kWarp ? lane : static_cast<int>(threadIdx.x), warp = thread / kWarp, count = rows * top_k;
   const auto meet = [] {
@@ -57,13 +57,13 @@ __device__ __forceinline__ void find_routes(Routes<PLACES>& r, const int32_t* id
     else __syncthreads();
   };
 #pragma unroll(AHEAD)
-  for (int i = thread; i < kMostExperts * ROWS / 32; i += THREADS) r.chosen[i] = 0;
-  for (int i = thread; i < kMostExperts / 32; i += THREADS) r.set[i] = 0;
+  for (int i = thread; i < (experts * ROWS + 31) / 32; i += THREADS) r.chosen[i] = 0;
+  for (int i = thread; i < (experts + 31) / 32; i += THREADS) r.set[i] = 0;
   meet();
 #pragma unroll(AHEAD)
   for (int i = thread; i < count; i += THREADS) {
     const int id = ids[i];
-    KD_ASSERT(id >= 0 && id < kMostExperts, "moe: an expert id out of range");
+    KD_ASSERT(id >= 0 && id < experts, "moe: an expert id out of range");
     const int bit = id * ROWS + i / top_k;
     atomicOr(r.chosen + bit / 32, 1u << (bit % 32));
     atomicOr(r.set + id / 32, 1u << (id % 32));
@@ -71,8 +71,7 @@ __device__ __forceinline__ void find_routes(Routes<PLACES>& r, const int32_t* id
   meet();
 
   // A thread has some neighbouring experts: how many are chosen, by how many rows, in how many turns; then the sums over those before.
-  constexpr int EACH = (kMostExperts + THREADS - 1) / THREADS;
-  const int begin = thread * EACH, end = min(begin + EACH, kMostExperts);
+  const int each = (experts + THREADS - 1) / THREADS, begin = min(thread * each, experts), end = min(begin + each, experts);
   int own = 0, own_places = 0;
 #pragma unroll(AHEAD)
   for (int e = begin; e < end; ++e) {

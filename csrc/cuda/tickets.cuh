@@ -12,7 +12,7 @@ namespace cuda {
 struct Tickets {
   unsigned arrived;  // blocks that have done their part
   unsigned left;     // of those that wait, the ones that no longer look at `arrived`
-  unsigned ahead;    // of an earlier meeting of the same launch: things done
+  unsigned ahead;    // of an earlier meeting: things done, by this launch or by the one before it
   unsigned unused;
 };
 
@@ -30,9 +30,12 @@ __device__ __forceinline__ void ticket_wait(const unsigned* at, int all) {
 
 // The next of a launch's numbered units for a block: its first has the block's number, the others come as they are asked for.
 __device__ __forceinline__ int next_unit(Tickets* tickets, int blocks) { return blocks + static_cast<int>(atomicAdd(&tickets->arrived, 1u)); }
-// Called once by every block of the launch, by the thread that asked for units when it has been given one that is not there.
-__device__ __forceinline__ void leave_units(Tickets* tickets, int blocks) {
-  if (ticket_add(&tickets->left, 1) == blocks - 1) tickets->arrived = 0, tickets->left = 0;
+// Called once by every block of the launch, by the thread that asked for units when it has been given one that is not there. True for the last one,
+// which has put the counters back.
+__device__ __forceinline__ bool leave_units(Tickets* tickets, int blocks) {
+  if (ticket_add(&tickets->left, 1) != blocks - 1) return false;
+  tickets->arrived = 0, tickets->left = 0, tickets->ahead = 0;
+  return true;
 }
 
 // The block has done its part.
@@ -50,12 +53,15 @@ __device__ __forceinline__ void await(Tickets* tickets, int blocks, int waiting)
   }
 }
 
-// Tells of `count` things that the block has done and waits until `all` are done, by anyone: by blocks of lower numbers than those that
-// have nothing to tell, so that they have found their places before.
-__device__ __forceinline__ void meet_ahead(Tickets* tickets, int count, int all) {
+// Tells of `count` things that the block has done, also at `further` unless it is null, and waits until `all` are done, by anyone: by blocks of
+// lower numbers than those that have nothing to tell, so that they have found their places before.
+__device__ __forceinline__ void meet_ahead(Tickets* tickets, unsigned* further, int count, int all) {
   __syncthreads();
   if (threadIdx.x == 0) {
-    if (count > 0) ticket_add(&tickets->ahead, count);
+    if (count > 0) {
+      ticket_add(&tickets->ahead, count);
+      if (further != nullptr) ticket_add(further, count);
+    }
     ticket_wait(&tickets->ahead, all);
   }
   __syncthreads();
