@@ -70,8 +70,8 @@ __device__ __forceinline__ void find_routes(Routes<PLACES>& r, const int32_t* id
   }
   meet();
 
-  // A thread has some neighbouring experts: how many are chosen, by how many rows, in how many turns; then the sums over those before.
-  const int each = (experts + THREADS - 1) / THREADS, begin = min(thread * each, experts), end = min(begin + each, experts);
+  // A thread has some neighbouring experts, an odd number, for threads to read from different banks: how many are chosen, by how many rows, in how many turns; then the sums over those before.
+  const int each = (experts + THREADS - 1) / THREADS | 1, begin = min(thread * each, experts), end = min(begin + each, experts);
   int own = 0, own_places = 0;
 #pragma unroll(AHEAD)
   for (int e = begin; e < end; ++e) {
