@@ -27,7 +27,7 @@ std::string product_plan(std::string product, bool int4, int64_t k, int64_t rows
   if (!stream::serves(device, in)) return "generic";
   if (product == "route") {
     if (!stream::serves_route(device, in, 384, 1, 8)) return "generic";
-    return line({stream::choosing(device, m), stream::combining(m)}, stream::route_shared(in, m, 0));
+    return line({stream::choosing(device, m), stream::at_most_half(stream::combining(m), device.multiprocessors)}, stream::route_shared(in, m, 0));
   }
   if (wide && stream::serves_wide(device, kind, in, m)) {
     if (whole && stream::serves_whole(device, kind, in, 1)) return "whole " + std::to_string(stream::whole_shared());

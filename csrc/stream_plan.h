@@ -284,13 +284,13 @@ constexpr bool serves_moe(const Device& device, int k, int shared_k, int top_k, 
 constexpr int kMostRouted = 8192;
 KDTREE_BOTH constexpr int at_most_half(int wanted, int places) { return wanted * 2 <= places ? wanted : places > 1 ? places / 2 : 1; }
 constexpr int choosing(const Device& device, int rows) { return at_most_half(rows < 64 ? rows : 64, device.multiprocessors); }
-constexpr int combining(int rows) { return rows <= 8 ? 16 : 32; }
+constexpr int combining(int rows) { return rows <= 2 ? 16 : rows <= 8 ? 32 : 128; }
 constexpr bool leaves_normed(int rows) { return rows > kOwnNorm; }  // in scratch, for gate and up
 // Times 16 experts that a block has. Of so few rows that every block norms them itself blocks are fewer than multiprocessors, and leave room for gate and up's.
 constexpr int route_tiles(int rows) { return rows <= kOwnNorm ? 2 : 1; }
 // A block's segment of its experts' bf16 weight rows and of the rows it norms itself; the choice takes the same place.
 constexpr size_t route_shared(int k, int rows, size_t choice) {
-  const int own_rows = rows < kOwnNorm ? rows : kOwnNorm;
+  const int own_rows = rows <= kOwnNorm ? rows : 0;
   const int units = (k + 31) / 32 / kSegments + 1;
   const size_t needed = static_cast<size_t>(route_tiles(rows) * units) * 1024 + static_cast<size_t>(own_rows) * staged_stride(units * 32);
   return needed > choice ? needed : choice;

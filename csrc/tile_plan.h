@@ -21,7 +21,7 @@ constexpr int kTileColumns = 2 * kColumns;                  // rows of an expert
 constexpr int kTileRun = kTileColumns * kTileRow;
 constexpr int kTileStage = kTileWarps * kBoxBytes;
 constexpr int kSharedStage = kSegments * 64;                // of K a stage of the shared expert: 128 bytes of each segment
-constexpr size_t kTileStatic = 15 << 10;                    // static shared memory of a kernel, at most
+constexpr size_t kTileStatic = 19 << 10;                    // static shared memory of a kernel, at most
 constexpr TileShape kTiles{3, 2, 2};                        // measured in docs/kernels.md
 
 // Pieces of scales: one is asked for when at most depth stages are in use.

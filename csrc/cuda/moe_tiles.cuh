@@ -2,9 +2,12 @@
 //
 // A unit is eight neighbouring tiles of an expert for one turn of its rows, a tile a warp. A stage of the block's ring is 256 of K of all of
 // them: one copy of 128 weight rows x 128 bytes, and the rows of activations, which all warps read from there. Scales come a few stages at a
-// time. The last units are of four tiles, which half of the warps have. A tile of the shared expert is a unit whose K all warps share, a
-// segment each: they meet in the ring's last stage. Blocks take units as they come, from a counter, since equal shares ended up to a third
-// apart. One thread asks for everything; a warp more finds the routes.
+// time. The last units are of four tiles, which half of the warps have. Blocks take units as they come, from a counter, since equal shares
+// ended up to a third apart. One thread asks for everything; a warp more finds the routes.
+// Of the shared expert, a block's unit is one segment of K of eight tiles, so that blocks read few of its activations; the segments' sums meet
+// in memory (L2), where the warp that found the routes adds them in the block whose segment is a group's last. Nobody waits for them there.
+// Launches overlap: gate and up begin with the shared expert when the router, the launch before, has normed its rows, and multiply it while experts
+// are chosen; down begins with an expert when gate and up have counted all of its tiles, of which the same warp tells.
 #pragma once
 #include <climits>
 
@@ -71,6 +74,7 @@ __global__ __launch_bounds__(kTileMoeThreads, S::RESIDENT) void tile_moe_kernel(
   // done, told: of every other unit, the warps have multiplied it, and it has been told of. rows_there: the shared expert's may be read. ended: the launch
   // before has.
   __shared__ uint64_t full[DEPTH], empty[DEPTH], done[2], told[2], rows_there, routed, ended;
+  __shared__ int32_t ids[stream::moe_rows(false) * kMostTopK];
   __shared__ TileWork works[WORKS];  // those asked for, each at least a stage, the one at hand and the end
   const uint32_t ring = (shared_address(dynamic) + stream::kBoxAlign - 1) / stream::kBoxAlign * stream::kBoxAlign;
   const uint32_t runs = ring + DEPTH * STAGE, pieces = runs + DEPTH * RUN;
@@ -210,7 +214,19 @@ __global__ __launch_bounds__(kTileMoeThreads, S::RESIDENT) void tile_moe_kernel(
     if (!DOWN || rows <= 0) wait_for_previous();
     if (rows > 0) {
       if (!DOWN && !early) barrier_arrive(rows_there_at);
-      find_routes<stream::kTileColumns, kWarp>(routes, p.ids, rows, p.top_k, p.experts);
+      // All at once: behind the weights that are under way a load takes microseconds.
+      constexpr int HELD = 16;
+      for (int base = lane; base < rows * p.top_k; base += HELD * kWarp) {
+        int32_t v[HELD];
+#pragma unroll
+        for (int i = 0; i < HELD; ++i) v[i] = p.ids[min(base + i * kWarp, rows * p.top_k - 1)];
+#pragma unroll
+        for (int i = 0; i < HELD; ++i) {
+          if (base + i * kWarp < rows * p.top_k) ids[base + i * kWarp] = v[i];
+        }
+      }
+      __syncwarp();
+      find_routes<stream::kTileColumns, kWarp>(routes, ids, rows, p.top_k, p.experts);
       if (DOWN && !tells) wait_for_previous();
       if (DOWN && !early) barrier_arrive(rows_there_at);
       barrier_arrive(routed_at);
@@ -297,6 +313,7 @@ __global__ __launch_bounds__(kTileMoeThreads, S::RESIDENT) void tile_moe_kernel(
             multiply_add(acc[nt], b, v.z, v.w, acc[nt]);
           }
         }
+        asm volatile("fence.acq_rel.cta;" ::: "memory");  // what was read stands in registers, which no product that follows would tell of
         free_slot();
       }
       float4* const to = q.parts + ((static_cast<size_t>(group) * kSegments + segment) * WARPS + warp) * (q.shared_columns * kWarp) + lane;
