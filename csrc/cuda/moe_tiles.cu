@@ -31,15 +31,15 @@ void CudaBackend::launch_tiles(const char* name, const MoeArgs& a, bool down, bo
   const uint64_t all = static_cast<uint64_t>(w.e - 1) * static_cast<uint64_t>(p.step) + static_cast<uint64_t>(p.n), k = static_cast<uint64_t>(p.k);
   TileMoeParams q{};
   q.p = p, q.shared_columns = (a.max_rows + kColumns - 1) / kColumns;
-  q.weights = row_map(p.data[0], p.data[1], k / 2, all, 128, rows * stream::kTileWarps, true, true);
-  q.scales = row_map(p.scale[0], p.scale[1], k / 16, all, V.span * 16, rows * stream::kTileWarps, false, true);
-  q.tile_weights = row_map(p.data[0], p.data[1], k / 2, all, 128, rows, true, true);
-  q.tile_scales = row_map(p.scale[0], p.scale[1], k / 16, all, V.span * 16, rows, false, true);
+  q.weights = row_map(p.data[0], p.data[1], k / 2, all, 128, rows * stream::kTileWarps, true, 1, true);
+  q.scales = row_map(p.scale[0], p.scale[1], k / 16, all, V.span * 16, rows * stream::kTileWarps, false, 1, true);
+  q.tile_weights = row_map(p.data[0], p.data[1], k / 2, all, 128, rows, true, 1, true);
+  q.tile_scales = row_map(p.scale[0], p.scale[1], k / 16, all, V.span * 16, rows, false, 1, true);
   if (p.shared_n > 0) {
     const void* const around = down ? static_cast<const void*>(p.shared_act) : p.rows;
     const uint64_t pitch = static_cast<uint64_t>(down ? p.shared_k : p.row_stride) * 2;
-    q.shared = row_map(p.shared[0], p.shared[1], static_cast<uint64_t>(p.shared_k) * 2, static_cast<uint64_t>(p.shared_n), 128, rows * stream::kTileWarps, true, true);
-    q.shared_rows = row_map(around, around, pitch, static_cast<uint64_t>(a.max_rows), 128, q.shared_columns * kColumns, true, true);
+    q.shared = row_map(p.shared[0], p.shared[1], static_cast<uint64_t>(p.shared_k) * 2, static_cast<uint64_t>(p.shared_n), 128, rows * stream::kTileWarps, true, 1, true);
+    q.shared_rows = row_map(around, around, pitch, static_cast<uint64_t>(a.max_rows), 128, q.shared_columns * kColumns, true, 1, true);
   }
   q.parts = static_cast<float4*>(exchange_), q.met = multiplied_ + stream::kMostExperts;
   q.up_first = p.data[1] < p.data[0], q.shared_up_first = p.shared[1] < p.shared[0];
