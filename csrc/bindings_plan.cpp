@@ -127,19 +127,18 @@ std::vector<int64_t> box_work(int64_t blocks, int64_t groups, int64_t shared, in
   return found;
 }
 
-// The experts of one row on Hopper: warps depth early, blocks, bytes of shared memory a block, tiles that a block has places for; then each block's tiles
+// The experts of one row on Hopper: warps copiers depth early, blocks, bytes of shared memory a block, tiles that a block has places for; then each block's tiles
 // of the shared expert, and of the others the first, the launch's end last. Empty where another kernel serves.
-std::vector<int64_t> row_plan(bool down, bool int4, int64_t k, int64_t shared_k, int64_t n, int64_t shared_n, int64_t top_k, bool hopper, int64_t shared) {
+std::vector<int64_t> row_plan(bool down, int64_t k, int64_t shared_k, int64_t n, int64_t shared_n, int64_t top_k, bool hopper, int64_t shared) {
   const stream::Device device{true, 132, static_cast<size_t>(shared), hopper};
   const stream::RowVariant v = stream::row_variant(down);
   const int in = as_int(k, "k"), around = as_int(shared_k, "shared_k"), outputs = as_int(n, "n"), beside = as_int(shared_n, "shared_n"), chosen = as_int(top_k, "top_k");
-  const stream::RowLaunch plan = stream::plan_row(device, v, down, in, around, outputs, beside, chosen, !int4);
+  const stream::RowLaunch plan = stream::plan_row(device, v, down, in, around, outputs, beside, chosen);
   if (plan.tiles == 0) return {};
-  std::vector<int64_t> found{v.warps, v.depth, v.early, plan.blocks, static_cast<int64_t>(plan.shared), plan.tiles};
+  std::vector<int64_t> found{v.warps, v.copiers, v.depth, v.early, plan.blocks, static_cast<int64_t>(plan.shared), plan.tiles};
   const int each = stream::moe_outputs(down), shared_tiles = (beside + each - 1) / each, count = chosen * ((outputs + each - 1) / each);
   for (int b = 0; b < plan.blocks; ++b) found.push_back(stream::shared_items(shared_tiles, plan.blocks, b));
-  const int weight = stream::shared_weight(1, around, in, !int4);
-  for (int b = 0; b <= plan.blocks; ++b) found.push_back(stream::first_box_item(count, shared_tiles, weight, plan.blocks, b));
+  for (int b = 0; b <= plan.blocks; ++b) found.push_back(stream::first_row_tile(count, plan.blocks, b));
   return found;
 }
 
@@ -187,7 +186,7 @@ KDTREE_LIBRARY_FRAGMENT(KDTREE_LIBRARY, m) {
   m.def("tile_work(int blocks, int tiles, int[] turns) -> int[]");
   m.def("product_segments(int k, int granule, int cluster) -> int[]");
   m.def("linear_box_plan(bool int4, int k, int rows, int outputs, bool paired, bool normed, bool hopper, int shared) -> int[]");
-  m.def("row_plan(bool down, bool int4, int k, int shared_k, int n, int shared_n, int top_k, bool hopper, int shared) -> int[]");
+  m.def("row_plan(bool down, int k, int shared_k, int n, int shared_n, int top_k, bool hopper, int shared) -> int[]");
   m.def("weight_byte(int first, int row, int groups, int group, int bytes) -> int");
 }
 

@@ -7,13 +7,13 @@
 namespace kdtree {
 namespace stream {
 
-// A warp's ring has `depth` slots of two boxes. early: slots that are asked for before the row stands in shared memory.
+// Warps that multiply, each with a ring of `depth` slots of two boxes, and that copy. early: slots that are asked for before the row stands in shared memory.
 struct RowVariant {
-  int warps, depth, early;
+  int warps, copiers, depth, early;
 };
 
 constexpr int kRowWide = 2;                         // boxes of a slot
-constexpr int kRowParts = 4, kRowSharedParts = 8;   // of a tile's K that warps take, of an expert's and of the shared expert's
+constexpr int kRowSharedParts = 8;                  // of a tile's K that warps take, of the shared expert's
 constexpr int kRowNormed = 7168;                    // gate and up: values of the row that registers have room for
 constexpr int kRowTiles = 40;                       // of a block, at most
 constexpr int kRowExperts = 448;                    // of which gate and up choose: the router's sums have room where two warps' rings will be
@@ -21,13 +21,19 @@ constexpr int kRowActs = 3;                         // of down: the shared exper
 constexpr int kRowTileSums = kSegments * kTileRows * 4;
 constexpr size_t kRowStatic = 2560;                 // static shared memory of a kernel, at most
 
-constexpr RowVariant row_variant(bool down) { return down ? RowVariant{9, 2, 2} : RowVariant{9, 2, 1}; }  // measured in docs/kernels.md
+constexpr RowVariant row_variant(bool down) { return down ? RowVariant{8, 2, 2, 2} : RowVariant{8, 2, 2, 1}; }  // measured in docs/kernels.md
+constexpr int row_parts(bool down) { return down ? 2 : 4; }                                               // of an expert's
+constexpr int row_threads(const RowVariant& v) { return (v.warps + v.copiers) * 32; }
 
-// The most tiles that a block has, the shared expert's and the others (first_box_item).
-constexpr int row_tiles(int count, int shared, int weight, int blocks) {
+// A block's first of the experts' tiles. All blocks have as many, whatever they have of the shared expert: that is multiplied while the block would wait,
+// of gate and up for the router, of down for the acts. count * blocks fits.
+KDTREE_BOTH constexpr int first_row_tile(int count, int blocks, int b) { return static_cast<int>(static_cast<unsigned>(count) * static_cast<unsigned>(b) / static_cast<unsigned>(blocks)); }
+
+// The most tiles that a block has, the shared expert's and the others.
+constexpr int row_tiles(int count, int shared, int blocks) {
   int most = 0;
   for (int b = 0, first = 0; b < blocks; ++b) {
-    const int end = first_box_item(count, shared, weight, blocks, b + 1), own = shared_items(shared, blocks, b) + end - first;
+    const int end = first_row_tile(count, blocks, b + 1), own = shared_items(shared, blocks, b) + end - first;
     most = own > most ? own : most, first = end;
   }
   return most;
@@ -49,10 +55,10 @@ struct RowLaunch {
   size_t shared = 0;
 };
 // n, shared_n: outputs. Parts of K begin at boxes; of gate and up a warp norms a segment.
-constexpr RowLaunch plan_row(const Device& device, const RowVariant& v, bool down, int k, int shared_k, int n, int shared_n, int top_k, bool bf16) {
-  if (!serves_boxes(device, k, shared_k) || k % (kBoxK * kRowParts) != 0 || shared_k % (kBoxK * 2) != 0 || (!down && k > kRowNormed)) return {};
+constexpr RowLaunch plan_row(const Device& device, const RowVariant& v, bool down, int k, int shared_k, int n, int shared_n, int top_k) {
+  if (!serves_boxes(device, k, shared_k) || k % (kBoxK * row_parts(down)) != 0 || shared_k % (kBoxK * 2) != 0 || (!down && k > kRowNormed)) return {};
   const int blocks = 2 * device.multiprocessors, each = moe_outputs(down), tiles = (n + each - 1) / each, shared_tiles = (shared_n + each - 1) / each;
-  const int most = row_tiles(top_k * tiles, shared_tiles, shared_weight(1, shared_k, k, bf16), blocks);
+  const int most = row_tiles(top_k * tiles, shared_tiles, blocks);
   const size_t bytes = row_shared(v, down, k, shared_k, most);
   if (most > kRowTiles || most > tiles || (bytes + kRowStatic + 1024) * 2 > device.shared + 1024) return {};
   return {blocks, most, bytes};

@@ -1,9 +1,10 @@
 // The experts of one row on Hopper: moe_boxes.cuh's products, in every bit, shared out among warps in parts of K.
 //
 // Bytes: the chosen experts' weights and the shared one's, once. Bound by them, if all warps have the same to do: a block has 9 tiles (of 16 weight
-// rows, as in moe_items.cuh) of gate and up and 15 of down, too few to be dealt whole to nine warps. What a warp's ring takes is a fourth of a
-// tile's K, of the shared expert's, whose weights are bf16, an eighth, whichever ring is free first. So every ring asks for the shared expert from
-// the start, while the router still is at work. The segments' sums have a place for every tile of the block; the warp that ends a tile's last part
+// rows, as in moe_items.cuh) of gate and up and 15 of down, too few to be dealt whole to eight warps. What a warp's ring takes is a fourth of a
+// tile's K, of down a half, of the shared expert's, whose weights are bf16, an eighth, whichever ring is free first. So every ring asks for the shared
+// expert from the start, while the router still is at work. A thread that asks for a copy waits while the engine has no room, for hundreds of
+// cycles: so two boxes come in one copy, and two warps ask, each for half of the rings; and a slot is free once its words stand in registers. The segments' sums have a place for every tile of the block; the warp that ends a tile's last part
 // adds them, in ascending order.
 // One row: its choices are distinct experts, so that a place among the others' tiles says the choice and the tile, and the row, or the few acts that a
 // block's tiles meet, stand in shared memory in the multiplication's order.
@@ -16,20 +17,21 @@
 namespace kdtree {
 namespace cuda {
 
-template <bool DOWN_, int WARPS_, int DEPTH_, int EARLY_, int PARTS_ = stream::kRowParts, int SHARED_PARTS_ = stream::kRowSharedParts>
+template <bool DOWN_, int WARPS_, int COPIERS_, int DEPTH_, int EARLY_, int PARTS_ = stream::row_parts(DOWN_), int SHARED_PARTS_ = stream::kRowSharedParts>
 struct RowMoeShape {
   static constexpr bool DOWN = DOWN_;
-  static constexpr int WARPS = WARPS_, DEPTH = DEPTH_, EARLY = EARLY_, PARTS = PARTS_, SHARED_PARTS = SHARED_PARTS_;
-  static constexpr int OUTPUTS = stream::moe_outputs(DOWN), THREADS = stream::box_threads(WARPS), WIDE = stream::kRowWide;
+  static constexpr int WARPS = WARPS_, COPIERS = COPIERS_, DEPTH = DEPTH_, EARLY = EARLY_, PARTS = PARTS_, SHARED_PARTS = SHARED_PARTS_;
+  static constexpr int OUTPUTS = stream::moe_outputs(DOWN), THREADS = stream::row_threads({WARPS, COPIERS, DEPTH, EARLY}), WIDE = stream::kRowWide;
   static constexpr int SLOT = WIDE * stream::kBoxBytes, LINE = WIDE * 16, PIECE = kTileRows * LINE;  // LINE: a row's scales of a slot
   static constexpr int RING = static_cast<int>(stream::box_ring(WARPS, WIDE, DEPTH, 1));
   static_assert(WARPS <= kWarp && EARLY <= DEPTH && DEPTH + 2 <= kBoxItems, "a lane a ring; each slot may be another part's");
+  static_assert(DOWN || WARPS >= kSegments, "of gate and up a warp norms a segment");
 };
 
 struct RowMoeParams {
   BoxMoeParams boxes;
+  CUtensorMap pairs, shared_pairs;  // of weights and shared, two boxes at a time
   int places;  // tiles that a block has places for
-  int weight;  // of a tile of the shared expert, where an expert's is 16
   Tickets* tickets;  // down's, where gate and up count the shared expert's tiles and the choice, so that down need not wait for their end; or null
   int before;        // down: how many
   bool chooses;      // gate and up: every block for itself, the first one for all who come later
@@ -41,13 +43,20 @@ struct RowPart {
   int tile, segment, choice, place;  // place: among the block's tiles
 };
 
+// Two boxes that follow each other in a row, from `box` on.
+__device__ __forceinline__ void copy_pair(uint32_t to, const CUtensorMap* map, int box, int row, uint32_t barrier) {
+  asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %3, %5}], [%2];" ::"r"(to), "l"(map),
+               "r"(barrier), "r"(0), "r"(row), "r"(box)
+               : "memory");
+}
+
 template <typename S>
 __global__ __launch_bounds__(S::THREADS, 2) void row_moe_kernel(const __grid_constant__ RowMoeParams all) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ != 900
   __trap();  // row_plan.h chooses it on Hopper alone
 #else
   constexpr bool DOWN = S::DOWN;
-  constexpr int WARPS = S::WARPS, DEPTH = S::DEPTH, WIDE = S::WIDE, OUTPUTS = S::OUTPUTS, PARTS = S::PARTS, SHARED_PARTS = S::SHARED_PARTS;
+  constexpr int WARPS = S::WARPS, COPIERS = S::COPIERS, DEPTH = S::DEPTH, WIDE = S::WIDE, OUTPUTS = S::OUTPUTS, PARTS = S::PARTS, SHARED_PARTS = S::SHARED_PARTS;
   constexpr WeightKind INT4 = WeightKind::kInt4, BF16 = WeightKind::kBf16;
   const BoxMoeParams& q = all.boxes;
   const StreamMoeParams& p = q.p;
@@ -64,9 +73,9 @@ __global__ __launch_bounds__(S::THREADS, 2) void row_moe_kernel(const __grid_con
   const int block = blockIdx.x, blocks = gridDim.x, stride = stream::staged_stride(max(p.k, p.shared_k));
   const int tiles = (p.n + OUTPUTS - 1) / OUTPUTS, shared_tiles = (p.shared_n + OUTPUTS - 1) / OUTPUTS, count = p.top_k * tiles;
   const int own_shared = stream::shared_items(shared_tiles, blocks, block);
-  const int first = stream::first_box_item(count, shared_tiles, all.weight, blocks, block), end = stream::first_box_item(count, shared_tiles, all.weight, blocks, block + 1);
-  const bool copying = warp == WARPS;
-  const int mine = copying ? min(lane, WARPS - 1) : warp;  // a ring
+  const int first = stream::first_row_tile(count, blocks, block), end = stream::first_row_tile(count, blocks, block + 1);
+  const bool copying = warp >= WARPS;
+  const int ring_of = copying ? warp - WARPS + lane * COPIERS : warp, mine = min(ring_of, WARPS - 1);  // a ring
   const uint32_t ring = shared_address(rings) + mine * (DEPTH * S::SLOT);
   const uint32_t pieces = shared_address(rings) + WARPS * DEPTH * S::SLOT + mine * (DEPTH * S::PIECE);
   const uint32_t landed_at = shared_address(landed[0] + mine * DEPTH);
@@ -76,8 +85,8 @@ __global__ __launch_bounds__(S::THREADS, 2) void row_moe_kernel(const __grid_con
 
   // A lane of each warp some of them: those of one warp would take turns.
   if (lane == 0) {
-    for (int i = warp; i < 2 * WARPS * DEPTH; i += WARPS + 1) barrier_init(shared_address(landed[0] + i), 1);
-    for (int i = warp; i < own_shared + end - first; i += WARPS + 1) {
+    for (int i = warp; i < 2 * WARPS * DEPTH; i += WARPS + COPIERS) barrier_init(shared_address(landed[0] + i), 1);
+    for (int i = warp; i < own_shared + end - first; i += WARPS + COPIERS) {
       barrier_init(shared_address(full + i), (i < own_shared ? SHARED_PARTS : PARTS) * kWarp);  // every lane arrives
       ended[i] = 0;
     }
@@ -89,12 +98,12 @@ __global__ __launch_bounds__(S::THREADS, 2) void row_moe_kernel(const __grid_con
 
   if (copying) {
     int left = 0, box = 0, first_row = 0;  // boxes of the part that are still to come, the next one, the tile's first row
-    bool of_shared = false, done = lane >= WARPS;
+    bool of_shared = false, done = ring_of >= WARPS;
     int to_slot = 0, round = 0, index = -1, begun = 0;  // index: the part taken and not yet begun
     // Takes the next part. False: there is none, as far as is known.
     const auto take_part = [&]() {
       // The last of the others waits for the launch before ere it multiplies: what it had, others would wait for. And of gate and up two rings are where it chooses.
-      if (lane >= WARPS - (DOWN ? 1 : 2) && !barrier_passed(shared_address(DOWN ? &acts : &routed), 0)) return false;
+      if (ring_of >= WARPS - (DOWN ? 1 : 2) && !barrier_passed(shared_address(DOWN ? &acts : &routed), 0)) return false;
       if (index < 0) index = atomicAdd(&next_part, 1);
       RowPart part{};
       of_shared = index < own_shared * SHARED_PARTS;
@@ -127,10 +136,8 @@ __global__ __launch_bounds__(S::THREADS, 2) void row_moe_kernel(const __grid_con
       const bool scaled = boxes > 0 && !of_shared && !p.bf16;
       const uint32_t to = ring + to_slot * S::SLOT, barrier = landed_at + to_slot * 8;
       barrier_expect(barrier, boxes * stream::kBoxBytes + (scaled ? S::PIECE : 0));
-#pragma unroll
-      for (int j = 0; j < WIDE; ++j) {
-        if (j < boxes) copy_box(to + j * stream::kBoxBytes, of_shared ? &q.shared : &q.weights, (box + j) * 128, first_row, barrier);
-      }
+      if (boxes == WIDE) copy_pair(to, of_shared ? &all.shared_pairs : &all.pairs, box, first_row, barrier);
+      else if (boxes > 0) copy_box(to, of_shared ? &q.shared : &q.weights, box * 128, first_row, barrier);
       if (scaled) copy_box(pieces + to_slot * S::PIECE, &q.scales, box * 16, first_row, barrier);
       box += WIDE, left -= boxes;
       if (++to_slot == DEPTH) to_slot = 0, round ^= 1;
@@ -216,6 +223,10 @@ __global__ __launch_bounds__(S::THREADS, 2) void row_moe_kernel(const __grid_con
     const uint32_t line = kept((lane >> 2) * 128 + ((lane & 3) ^ (lane >> 2)) * 16);  // bf16: 16 bytes of row lane/4's first unit; the second's at ^ 64
     const uint32_t scales_of = kept(pieces + ((lane >> 2) + (q.scales_differ ? 8 : 0)) * S::LINE);
     int slot = 0, phase = 0;
+    const auto free_slot = [&]() {
+      __syncwarp();  // every lane has asked for what it reads, and what is asked for of shared memory comes in order
+      if (elected()) barrier_arrive(landed_at + FREED + slot * 8);
+    };
     const auto run = [&](auto kind, const RowPart& part, bool of_shared) {
       constexpr WeightKind KIND = decltype(kind)::value;
       constexpr int BOX = 2 * kUnitK<KIND> * 2, PIECES = BOX / 64;  // bytes of activations that meet a box; what a lane has 16 of
@@ -233,9 +244,10 @@ __global__ __launch_bounds__(S::THREADS, 2) void row_moe_kernel(const __grid_con
         ++segment;
         segment_end = unit_at(segment + 1, k, KIND == BF16);
       };
-      const auto multiply_box = [&](uint32_t at, [[maybe_unused]] uint32_t scales) {
+      const auto multiply_box = [&](uint32_t at, [[maybe_unused]] uint32_t scales, bool of_slot_last) {
         if constexpr (KIND == INT4) {
           const BoxInt4 box(at, matrix, scales, scales ^ (8 * S::LINE));
+          if (of_slot_last) free_slot();
           const float zero[4] = {};
 #pragma unroll
           for (int g = 0; g < PIECES; ++g) {
@@ -255,6 +267,7 @@ __global__ __launch_bounds__(S::THREADS, 2) void row_moe_kernel(const __grid_con
           for (int u = 0; u < 2; ++u)
 #pragma unroll
             for (int r = 0; r < 2; ++r) w[u][r] = load_shared16(at + r * 1024 + (line ^ (u * 64)));
+          if (of_slot_last) free_slot();
 #pragma unroll
           for (int u = 0; u < 2; ++u) {
             // Elements 8t..8t+7 of the rows, brought into the activations' order.
@@ -276,9 +289,7 @@ __global__ __launch_bounds__(S::THREADS, 2) void row_moe_kernel(const __grid_con
         const uint32_t at = ring + slot * S::SLOT, scales = scales_of + slot * S::PIECE;
         const int boxes = min(WIDE, (last - unit) / 2);
 #pragma unroll 1
-        for (int j = 0; j < boxes; ++j) multiply_box(at + j * stream::kBoxBytes, scales + j * 16);
-        __syncwarp();  // every lane has used what it read
-        if (elected()) barrier_arrive(landed_at + FREED + slot * 8);
+        for (int j = 0; j < boxes; ++j) multiply_box(at + j * stream::kBoxBytes, scales + j * 16, j == boxes - 1);
         if (++slot == DEPTH) slot = 0, phase ^= 1;
       }
       // The warp that ends a tile's last part adds it up.

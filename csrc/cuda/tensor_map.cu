@@ -57,7 +57,7 @@ CUtensorMap bf16_map(const void* base, const std::vector<uint64_t>& dims, int ro
                  CU_TENSOR_MAP_L2_PROMOTION_L2_256B);
 }
 
-CUtensorMap row_map(const void* a, const void* b, uint64_t pitch, uint64_t rows, int wide, int high, bool swizzled, int segments, bool lines) {
+CUtensorMap row_map(const void* a, const void* b, uint64_t pitch, uint64_t rows, int wide, int high, bool swizzled, int segments, bool lines, int taken) {
   const char* const low = std::min(static_cast<const char*>(a), static_cast<const char*>(b));
   const char* const up = std::max(static_cast<const char*>(a), static_cast<const char*>(b));
   const cuuint64_t two = low == up ? 1 : 2, apart = low == up ? pitch * rows : static_cast<cuuint64_t>(up - low);
@@ -67,7 +67,7 @@ CUtensorMap row_map(const void* a, const void* b, uint64_t pitch, uint64_t rows,
     dims[0] /= static_cast<cuuint64_t>(segments);
     strides.push_back(dims[0]);
     dims.push_back(static_cast<cuuint64_t>(segments));
-    box.push_back(static_cast<cuuint32_t>(segments));
+    box.push_back(static_cast<cuuint32_t>(taken > 0 ? taken : segments));
   }
   return encoded(CU_TENSOR_MAP_DATA_TYPE_UINT8, "bytes", low, dims, strides, box,
                  !swizzled ? CU_TENSOR_MAP_SWIZZLE_NONE : wide == 64 ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B,

@@ -167,9 +167,9 @@ def test_every_item_in_boxes_is_one_groups(blocks: int, groups: int) -> None:
         assert work.max() <= max(work.mean(), (own * weight).max()) + weight + 32
 
 
-def row_plan(down: bool, int4: bool, *sizes: int, hopper: bool = True, shared: int = HOPPER) -> list[int]:
+def row_plan(down: bool, *sizes: int, hopper: bool = True, shared: int = HOPPER) -> list[int]:
     """k, shared_k, n, shared_n, top_k: the shape and the blocks' shares; nothing if another kernel serves."""
-    return [int(n) for n in library("cpu").row_plan(down, int4, *sizes, hopper, shared)]
+    return [int(n) for n in library("cpu").row_plan(down, *sizes, hopper, shared)]
 
 
 @pytest.mark.parametrize("down", [False, True])
@@ -186,35 +186,41 @@ def test_one_row_of_the_experts_fits_and_has_a_place_for_every_tile(down: bool, 
             (1000, 24, 16),
             (7168, 0, 16),
         ]:
-            found = row_plan(down, int4, k, k, n, shared_n, top_k)
+            found = row_plan(down, k, k, n, shared_n, top_k)
             if not found:
                 continue
             served += 1
-            warps, depth, early, blocks, bytes_, places = found[:6]
-            own, firsts = found[6 : 6 + blocks], found[6 + blocks :]
+            warps, copiers, depth, early, blocks, bytes_, places = found[:7]
+            own, firsts = found[7 : 7 + blocks], found[7 + blocks :]
             each, begins = 16 if down else 8, library("cpu").product_segments(k, 128 if int4 else 32, 1)
             tiles = -(-n // each)
             assert 1 <= early <= depth
             assert down or warps >= 8, "a warp norms a segment"
+            assert 1 <= copiers
+            assert (warps + copiers) * 32 * 96 * 2 <= 65536, "registers that the kernels need"
             assert blocks == 264
             assert (bytes_ + ROW_STATIC + 1024) * 2 <= HOPPER + 1024
             assert bytes_ >= warps * depth * 2 * (2048 + 256) + places * 512 + (3 if down else 1) * 2 * k
             assert sum(own) == -(-shared_n // each)
             assert (firsts[0], firsts[-1]) == (0, top_k * tiles)
+            sizes = [end - first for first, end in pairwise(firsts)]
+            assert max(sizes) - min(sizes) <= 1
             for around, (first, end) in zip(own, pairwise(firsts), strict=True):
                 assert 0 <= end - first <= tiles
                 assert around + end - first <= places <= 40
-            assert all(begins[part * 2] % (2 * (128 if int4 else 32)) == 0 for part in range(4))
+            assert all(
+                begins[part * (4 if down else 2)] % (2 * (128 if int4 else 32)) == 0 for part in range(2 if down else 4)
+            )
             assert all(library("cpu").product_segments(k, 32, 1)[part] % 64 == 0 for part in range(8))
     assert served >= 5
     assert row_plan(
-        down, int4, 2048 if down else 7168, 2048 if down else 7168, 7168 if down else 2048, 7168 if down else 2048, 8
+        down, 2048 if down else 7168, 2048 if down else 7168, 7168 if down else 2048, 7168 if down else 2048, 8
     )
-    for unserved in (row_plan(down, int4, 768, 768, 256, 256, 8), row_plan(down, int4, 1024, 256, 256, 256, 8)):
+    for unserved in (row_plan(down, 768, 768, 256, 256, 8), row_plan(down, 1024, 256, 256, 256, 8)):
         assert not unserved, "parts that do not begin at boxes"
-    assert not row_plan(down, int4, 2048, 2048, 65536, 2048, 8), "more tiles than places"
-    assert not row_plan(down, int4, 2048, 2048, 2048, 2048, 8, hopper=False)
-    assert not row_plan(down, int4, 2048, 2048, 2048, 2048, 8, shared=BLACKWELL)
+    assert not row_plan(down, 2048, 2048, 65536, 2048, 8), "more tiles than places"
+    assert not row_plan(down, 2048, 2048, 2048, 2048, 8, hopper=False)
+    assert not row_plan(down, 2048, 2048, 2048, 2048, 8, shared=BLACKWELL)
 
 
 def tiles(k: int, n: int, rows: int, *, down: bool, shared_k: int, shared: int = HOPPER) -> list[int]:
