@@ -13,7 +13,6 @@ struct RowVariant {
 };
 
 constexpr int kRowWide = 2;                         // boxes of a slot
-constexpr int kRowSharedParts = 8;                  // of a tile's K that warps take, of the shared expert's
 constexpr int kRowNormed = 7168;                    // gate and up: values of the row that registers have room for
 constexpr int kRowTiles = 40;                       // of a block, at most
 constexpr int kRowExperts = 448;                    // of which gate and up choose: the router's sums have room where two warps' rings will be
@@ -22,7 +21,8 @@ constexpr int kRowTileSums = kSegments * kTileRows * 4;
 constexpr size_t kRowStatic = 2560;                 // static shared memory of a kernel, at most
 
 constexpr RowVariant row_variant(bool down) { return down ? RowVariant{8, 2, 2, 2} : RowVariant{8, 2, 2, 1}; }  // measured in docs/kernels.md
-constexpr int row_parts(bool down) { return down ? 2 : 4; }                                               // of an expert's
+constexpr int row_parts(bool down) { return down ? 2 : 4; }         // of a tile's K that warps take, of an expert's,
+constexpr int row_shared_parts(bool down) { return down ? 4 : 8; }  // and of the shared expert's
 constexpr int row_threads(const RowVariant& v) { return (v.warps + v.copiers) * 32; }
 
 // A block's first of the experts' tiles. All blocks have as many, whatever they have of the shared expert: that is multiplied while the block would wait,

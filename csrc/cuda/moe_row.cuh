@@ -2,8 +2,8 @@
 //
 // Bytes: the chosen experts' weights and the shared one's, once. Bound by them, if all warps have the same to do: a block has 9 tiles (of 16 weight
 // rows, as in moe_items.cuh) of gate and up and 15 of down, too few to be dealt whole to eight warps. What a warp's ring takes is a fourth of a
-// tile's K, of down a half, of the shared expert's, whose weights are bf16, an eighth, whichever ring is free first. So every ring asks for the shared
-// expert from the start, while the router still is at work. A thread that asks for a copy waits while the engine has no room, for hundreds of
+// tile's K, of down a half, of the shared expert's, whose weights are bf16, an eighth or a fourth, whichever ring is free first. So every ring asks for the
+// shared expert from the start, while the router still is at work. A thread that asks for a copy waits while the engine has no room, for hundreds of
 // cycles: so two boxes come in one copy, and two warps ask, each for half of the rings; and a slot is free once its words stand in registers. The segments' sums have a place for every tile of the block; the warp that ends a tile's last part
 // adds them, in ascending order.
 // One row: its choices are distinct experts, so that a place among the others' tiles says the choice and the tile, and the row, or the few acts that a
@@ -17,7 +17,7 @@
 namespace kdtree {
 namespace cuda {
 
-template <bool DOWN_, int WARPS_, int COPIERS_, int DEPTH_, int EARLY_, int PARTS_ = stream::row_parts(DOWN_), int SHARED_PARTS_ = stream::kRowSharedParts>
+template <bool DOWN_, int WARPS_, int COPIERS_, int DEPTH_, int EARLY_, int PARTS_ = stream::row_parts(DOWN_), int SHARED_PARTS_ = stream::row_shared_parts(DOWN_)>
 struct RowMoeShape {
   static constexpr bool DOWN = DOWN_;
   static constexpr int WARPS = WARPS_, COPIERS = COPIERS_, DEPTH = DEPTH_, EARLY = EARLY_, PARTS = PARTS_, SHARED_PARTS = SHARED_PARTS_;
@@ -223,8 +223,10 @@ __global__ __launch_bounds__(S::THREADS, 2) void row_moe_kernel(const __grid_con
     const uint32_t line = kept((lane >> 2) * 128 + ((lane & 3) ^ (lane >> 2)) * 16);  // bf16: 16 bytes of row lane/4's first unit; the second's at ^ 64
     const uint32_t scales_of = kept(pieces + ((lane >> 2) + (q.scales_differ ? 8 : 0)) * S::LINE);
     int slot = 0, phase = 0;
-    const auto free_slot = [&]() {
-      __syncwarp();  // every lane has asked for what it reads, and what is asked for of shared memory comes in order
+    // `seen`: of all words that the lane has read of the slot. A barrier does not wait for loads that are still under way, a branch on what they brought does;
+    // all lanes have them then. The number is as good as any.
+    const auto free_slot = [&](uint32_t seen) {
+      if (__any_sync(kAll, seen == 0x9e3779b9u)) __nanosleep(kPause);
       if (elected()) barrier_arrive(landed_at + FREED + slot * 8);
     };
     const auto run = [&](auto kind, const RowPart& part, bool of_shared) {
@@ -247,7 +249,7 @@ __global__ __launch_bounds__(S::THREADS, 2) void row_moe_kernel(const __grid_con
       const auto multiply_box = [&](uint32_t at, [[maybe_unused]] uint32_t scales, bool of_slot_last) {
         if constexpr (KIND == INT4) {
           const BoxInt4 box(at, matrix, scales, scales ^ (8 * S::LINE));
-          if (of_slot_last) free_slot();
+          if (of_slot_last) free_slot(box.words[0][0] ^ box.words[1][0] ^ box.words[2][0] ^ box.words[3][0] ^ box.low[0] ^ box.high[0]);
           const float zero[4] = {};
 #pragma unroll
           for (int g = 0; g < PIECES; ++g) {
@@ -267,7 +269,7 @@ __global__ __launch_bounds__(S::THREADS, 2) void row_moe_kernel(const __grid_con
           for (int u = 0; u < 2; ++u)
 #pragma unroll
             for (int r = 0; r < 2; ++r) w[u][r] = load_shared16(at + r * 1024 + (line ^ (u * 64)));
-          if (of_slot_last) free_slot();
+          if (of_slot_last) free_slot(w[0][0].x ^ w[0][1].x ^ w[1][0].x ^ w[1][1].x);
 #pragma unroll
           for (int u = 0; u < 2; ++u) {
             // Elements 8t..8t+7 of the rows, brought into the activations' order.
