@@ -20,7 +20,7 @@ constexpr int kRowActs = 3;                         // of down: the shared exper
 constexpr int kRowTileSums = kSegments * kTileRows * 4;
 constexpr size_t kRowStatic = 2560;                 // static shared memory of a kernel, at most
 
-constexpr RowVariant row_variant(bool down) { return down ? RowVariant{8, 2, 2, 2} : RowVariant{8, 2, 2, 1}; }  // measured in docs/kernels.md
+constexpr RowVariant row_variant(bool down) { return down ? RowVariant{8, 2, 2, 2} : RowVariant{8, 2, 2, 1}; }  // measured in docs/kernels_experts.md
 constexpr int row_parts(bool down) { return down ? 2 : 4; }         // of a tile's K that warps take, of an expert's,
 constexpr int row_shared_parts(bool down) { return down ? 4 : 8; }  // and of the shared expert's
 constexpr int row_threads(const RowVariant& v) { return (v.warps + v.copiers) * 32; }

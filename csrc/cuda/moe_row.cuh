@@ -4,8 +4,8 @@
 // rows, as in moe_items.cuh) of gate and up and 15 of down, too few to be dealt whole to eight warps. What a warp's ring takes is a fourth of a
 // tile's K, of down a half, of the shared expert's, whose weights are bf16, an eighth or a fourth, whichever ring is free first. So every ring asks for the
 // shared expert from the start, while the router still is at work. A thread that asks for a copy waits while the engine has no room, for hundreds of
-// cycles: so two boxes come in one copy, and two warps ask, each for half of the rings; and a slot is free once its words stand in registers. The segments' sums have a place for every tile of the block; the warp that ends a tile's last part
-// adds them, in ascending order.
+// cycles: so two boxes come in one copy, and two warps ask, each for half of the rings; and a slot is free once its words stand in registers. The
+// segments' sums have a place for every tile of the block; the warp that ends a tile's last part adds them, in ascending order.
 // One row: its choices are distinct experts, so that a place among the others' tiles says the choice and the tile, and the row, or the few acts that a
 // block's tiles meet, stand in shared memory in the multiplication's order.
 #pragma once

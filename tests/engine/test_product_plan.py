@@ -196,7 +196,7 @@ def test_one_row_of_the_experts_fits_and_has_a_place_for_every_tile(down: bool, 
             tiles = -(-n // each)
             assert 1 <= early <= depth
             assert down or warps >= 8, "a warp norms a segment"
-            assert 1 <= copiers
+            assert copiers >= 1
             assert (warps + copiers) * 32 * 96 * 2 <= 65536, "registers that the kernels need"
             assert blocks == 264
             assert (bytes_ + ROW_STATIC + 1024) * 2 <= HOPPER + 1024
