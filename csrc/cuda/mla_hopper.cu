@@ -24,6 +24,7 @@ __device__ const bool has_wgmma =
 constexpr float kSlackLog2 = 8.f;
 
 constexpr int kFoldThreads = kOctets;
+constexpr size_t kFoldShared = 21504;  // of a block: ten of them have what attention's one has
 
 // o_lat of a head: an octet a thread.
 template <int AHEAD>
@@ -85,6 +86,10 @@ void CudaBackend::launch_hopper(const MlaAttentionArgs& a, const std::function<v
     p.parts.depths = a.rows.depths;
     p.parts.state = a.state;
     p.q_lat = q_lat, p.q_rope = q_rope, p.latents = latents, p.k_ropes = k_ropes;
+    for (int i = 0; i < 2; ++i) {
+      p.some_latents[i] = bf16_map(a.cache.latent, {kHopperRank, slots}, i == 0 ? kFewSlots : kMoreSlots);
+      p.some_k_ropes[i] = bf16_map(a.cache.k_rope, {kHopperRope, slots}, i == 0 ? kFewSlots : kMoreSlots);
+    }
     p.latent = static_cast<const __nv_bfloat16*>(a.cache.latent);
     p.k_rope = static_cast<const __nv_bfloat16*>(a.cache.k_rope);
     p.path = a.rows.path;
@@ -107,9 +112,10 @@ void CudaBackend::launch_hopper(const MlaAttentionArgs& a, const std::function<v
 void CudaBackend::attention_on_hopper(const MlaAttentionArgs& a) {
   launch_hopper(a, [&](const MlaParts& parts) {
     // Its blocks are let in as attention's leave, and the first multiprocessors to be free get all that fit. Of few rows with many splits fewer
-    // had better fit: 8 rows of 4096 keys 15.9 for 17.2 us, where 64 rows lose 3 %.
-    const bool fewer = parts.rows <= 16 && parts.splits > 8;
-    launch("mla_fold", fewer ? fold_kernel<16> : fold_kernel<8>, dim3(a.dims.heads, parts.rows), kFoldThreads, 0, parts,
+    // had better fit: 8 rows of 4096 keys 15.9 for 17.2 us, where 64 rows lose 3 %. Ten fit for few rows, by shared memory that they do not use.
+    const bool few = parts.rows <= 16, fewer = few && parts.splits > 8;
+    launch("mla_fold", fewer ? fold_kernel<16> : fold_kernel<8>, dim3(a.dims.heads, parts.rows), kFoldThreads,
+           few ? kFoldShared : 0, parts,
            static_cast<__nv_bfloat16*>(a.o_lat), a.dims.heads);
   });
 }

@@ -40,7 +40,7 @@ struct HopperGroup {
     head = t / kWarp * 16 + t % kWarp / 4;
   }
 
-  // score = q . key over latent then rope, as their panels arrive, with MORE of keys 64 .. 71 too. `first`: of the unit, here.
+  // score = q . key over latent then rope, as they arrive, with MORE of keys 64 .. 71 too. `first`: of the unit, here.
   template <bool MORE>
   __device__ void multiply_keys(float (&score)[32], float (&more)[4], bool first) {
     const uint32_t q = tile_descriptor(shared_address(s.q), 16), k = tile_descriptor(tile_of(s, G), 16);
@@ -51,8 +51,9 @@ struct HopperGroup {
 #pragma unroll
     for (int panel = 0; panel < kPanels; ++panel) {
       if (first) barrier_wait(&s.q_full[panel], q_uses & 1);
-      barrier_wait(&s.full[G][panel], parity);
-      wgmma_fence();  // after every wait: without it the compiler takes the products one by one
+      // A wait a panel, though halves arrive whole: with fewer the compiler takes the products one by one, as without a fence after each.
+      barrier_wait(&s.full[G][panel < kHalfPanels ? 0 : 1], parity);
+      wgmma_fence();
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const uint32_t a = q + panel * (kPanelBytes >> 4) + i * 2, b = k + panel * (panel_bytes(G) >> 4) + i * 2;
@@ -342,6 +343,7 @@ __global__ __launch_bounds__(kHopperThreads, 1) void hopper_attention_kernel(con
     init_barriers(s);
   } else if (threadIdx.x == 3 * kWarp) {
     fetch_map(p.q_lat), fetch_map(p.q_rope), fetch_map(p.latents), fetch_map(p.k_ropes);
+    for (int i = 0; i < 2; ++i) fetch_map(p.some_latents[i]), fetch_map(p.some_k_ropes[i]);
   }
   __syncwarp();
   switch (threadIdx.x / kGroup) {

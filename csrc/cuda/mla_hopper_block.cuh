@@ -19,10 +19,12 @@ constexpr int kTileBytes = kPanels * kKeyChunk * 128;
 constexpr int kLastPanelBytes = (kKeyChunk + kMoreKeys) * 128, kLastTileBytes = kPanels * kLastPanelBytes;  // of a split's last chunk
 constexpr int kRopePanel = kPanels - 1;
 constexpr int kGatherers = 64;  // threads
+constexpr int kFewSlots = 8, kMoreSlots = 24;  // of smaller boxes: any multiple of 8 below 64 is three of them at most
 
 struct HopperParams {
   CUtensorMap q_lat, q_rope;    // [M, heads, 512], [M, heads, 64]: boxes of a row, 64 heads, 64 columns
   CUtensorMap latents, k_ropes;  // what the next two point to: boxes of 64 slots, 64 columns
+  CUtensorMap some_latents[2], some_k_ropes[2];  // the same in boxes of kFewSlots and kMoreSlots
   const __nv_bfloat16* latent;  // [slots, 512]
   const __nv_bfloat16* k_rope;  // [slots, 64]
   MlaParts parts;               // out
@@ -49,7 +51,7 @@ struct HopperShared {
   int count, parts, kv_len;      // how many; blocks that share each
   float top[2][kHopperHeads];  // what weights are relative to after the last even and the last odd chunk
   unsigned long long q_full[kPanels], q_empty;
-  unsigned long long full[2][kPanels];  // [buffer]
+  unsigned long long full[2][2];        // [buffer][half of the latent columns], with the second half to be copied the rope
   unsigned long long more;              // keys 64 .. 71 of a chunk are there
   unsigned long long empty[2][2];       // [buffer][warpgroup]
   unsigned long long scored[2];         // [buffer]: where blocks share a unit, the columns of the other block are free
@@ -134,6 +136,17 @@ constexpr int kMeetEven = 1, kMeetOdd = 2, kEvenReady = 3, kOddReady = 4, kGathe
 
 __device__ __forceinline__ void copy16(uint32_t to, const void* from, bool there) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(there ? 16 : 0) : "memory");
+}
+// So many bytes of the bulk copy engine are still to come before the barrier's phase ends; who else is waited for arrives later.
+__device__ __forceinline__ void barrier_expect_too(unsigned long long* b, int bytes) {
+  asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(shared_address(b)), "r"(bytes) : "memory");
+}
+// True for one lane of a whole warp. The compiler knows that it is one: what only that lane does needs no loop over lanes where an instruction
+// takes uniform registers, as copies and barriers do.
+__device__ __forceinline__ bool elected() {
+  uint32_t chosen;
+  asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.b32 %0, 1, 0, p;\n}\n" : "=r"(chosen));
+  return chosen != 0;
 }
 // A panel by the bulk copy engine.
 __device__ __forceinline__ void copy_box(const CUtensorMap& map, uint32_t to, unsigned long long* full, int column, int slot) {

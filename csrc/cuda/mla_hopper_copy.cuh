@@ -9,9 +9,14 @@ namespace cuda {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
 // Of a unit: chunks that hold keys of this step's rows, or end between committed ones, or have more than 64 keys, are the gatherers' from
-// the first of these on. The bulk copy engine brings the first 64 keys where all are committed.
+// the first of these on. The bulk copy engine brings the first 64 keys where all are committed, and whole eights of committed ones else.
 __device__ __forceinline__ bool committed(const HopperShared& s, int chunk) { return chunk < s.kv_len / kKeyChunk; }
 __device__ __forceinline__ bool has_more(const HopperUnit& u, int step) { return holds_more(u.keys - (u.first + step) * kKeyChunk); }
+
+// Keys of a chunk that is not all committed, which the bulk copy engine brings.
+__device__ __forceinline__ int whole_eights(const HopperShared& s, int chunk) {
+  return max(0, s.kv_len - chunk * kKeyChunk) / kFewSlots * kFewSlots;
+}
 
 // Starts a load of what is older than the kernel ahead, past the first cache, which may hold what was there before.
 __device__ __forceinline__ int load_settled(const int32_t* p) {
@@ -25,9 +30,8 @@ __device__ __forceinline__ void init_barriers(HopperShared& s) {
   barrier_init(&s.q_empty, 2 * kGroup / kWarp);
   for (int panel = 0; panel < kPanels; ++panel) barrier_init(&s.q_full[panel], 1);
   for (int b = 0; b < 2; ++b) {
-    for (int panel = 0; panel < kPanels; ++panel) barrier_init(&s.full[b][panel], 1);
     for (int group = 0; group < 2; ++group) barrier_init(&s.empty[b][group], kGroup / kWarp);
-    for (int half = 0; half < 2; ++half) barrier_init(&s.gather[b][half], 1);
+    for (int half = 0; half < 2; ++half) barrier_init(&s.full[b][half], 1), barrier_init(&s.gather[b][half], 1);
     barrier_init(&s.scored[b], kGroup / kWarp);
   }
   barrier_init(&s.more, 1);
@@ -75,25 +79,27 @@ __device__ __forceinline__ void copy_queries(const HopperParams& p, HopperShared
   }
 }
 
-// By one thread: the chunks that every row has in common, by the bulk copy engine, panel after panel. It waits for every buffer to become
+// By one thread: the chunks that every row has in common, by the bulk copy engine, half of the columns after half, of which each has a barrier:
+// the less there is to do and to fetch as code between a half's release and its copies, the sooner they come. It waits for every buffer to become
 // free, and says so to the gatherers where a chunk is theirs: a barrier tells one phase from the next but not from the one after, so
 // only whoever takes part in every use of a buffer may wait for it.
 __device__ __forceinline__ void copy_keys(const HopperParams& p, HopperShared& s) {
   int uses = 0;  // bit b: how often buffer b was filled, modulo 2
-  for (int i = 0; i < s.count; ++i) {
-    const HopperUnit& u = s.units[i];
+  const int count = s.count, parts = s.parts, whole_chunks = s.kv_len / kKeyChunk;
+  for (int i = 0; i < count; ++i) {
+    const HopperUnit u = s.units[i];
     if (u.steps == 0) continue;
     for (int step = 0; step < u.steps; ++step) {
       const int b = buffer_of(step, u.steps), parity = (uses >> b & 1) ^ 1, chunk = u.first + step;
       uses ^= 1 << b;
-      const bool mine = committed(s, chunk), theirs = !mine || has_more(u, step);
+      const bool mine = chunk < whole_chunks, theirs = !mine || has_more(u, step);
       const uint32_t to = tile_of(s, b);
 #pragma unroll 1
       for (int i = 0; i < 2; ++i) {
         // A half of the latent columns is a warpgroup's own, unless the block has one of the halves alone: the other one is free, and
         // filled first, as soon as the scores are there.
-        const int half = s.parts > 1 && u.part == 0 ? 1 - i : i;
-        if (s.parts == 1) {
+        const int half = parts > 1 && u.part == 0 ? 1 - i : i;
+        if (parts == 1) {
           barrier_wait(&s.empty[b][half], parity);
         } else if (i == 0) {
           barrier_wait(&s.scored[b], parity);
@@ -103,27 +109,24 @@ __device__ __forceinline__ void copy_keys(const HopperParams& p, HopperShared& s
         }
         if (theirs) barrier_arrive(&s.gather[b][half]);
         if (!mine) continue;
-#pragma unroll 1
-        for (int panel = half * kHalfPanels; panel < (half + 1) * kHalfPanels; ++panel) {
-          barrier_expect(&s.full[b][panel], kPanelBytes);
-          copy_box(p.latents, to + panel * panel_bytes(b), &s.full[b][panel], panel * 64, chunk * kKeyChunk);
+        barrier_expect(&s.full[b][half], (kHalfPanels + i) * kPanelBytes);
+#pragma unroll
+        for (int j = 0; j < kHalfPanels; ++j) {
+          const int panel = half * kHalfPanels + j;
+          copy_box(p.latents, to + panel * panel_bytes(b), &s.full[b][half], panel * 64, chunk * kKeyChunk);
         }
+        // As weights, the rope panel was read by one warpgroup, as keys by the other.
+        if (i == 1) copy_box(p.k_ropes, to + kRopePanel * panel_bytes(b), &s.full[b][half], 0, chunk * kKeyChunk);
       }
-      if (!mine) continue;
-      // As weights, the rope panel was read by one warpgroup, as keys by the other.
-      barrier_expect(&s.full[b][kRopePanel], kPanelBytes);
-      copy_box(p.k_ropes, to + kRopePanel * panel_bytes(b), &s.full[b][kRopePanel], 0, chunk * kKeyChunk);
     }
   }
 }
 
-// What this thread has copied has landed; once that is true of all gatherers, panels first .. last - 1 are full.
-__device__ __forceinline__ void say_gathered(HopperShared& s, int buffer, int first, int last) {
+// What this thread has copied has landed; `full` once that is true of all gatherers.
+__device__ __forceinline__ void say_gathered(unsigned long long* full) {
   fence_tensor_cores();
   meet<kGathered, kGatherers>();
-  if (threadIdx.x % kGatherers == 0) {
-    for (int panel = first; panel < last; ++panel) barrier_arrive(&s.full[buffer][panel]);
-  }
+  if (threadIdx.x % kGatherers == 0) barrier_arrive(full);
   __syncwarp();
 }
 
@@ -148,6 +151,25 @@ __device__ __forceinline__ void gather_half(const HopperParams& p, HopperShared&
   asm volatile("cp.async.commit_group;" ::: "memory");
 }
 
+// By one thread: the first keys of half of the latent columns and with the second half of the rope, a multiple of eight of them, committed ones.
+__device__ __forceinline__ void copy_eights(const HopperParams& p, HopperShared& s, int buffer, int half, int slot, int keys) {
+  unsigned long long* full = &s.full[buffer][half];
+  const uint32_t to = tile_of(s, buffer);
+  const int panels = kHalfPanels + half;
+  barrier_expect_too(full, panels * keys * 128);
+#pragma unroll 1
+  for (int at = 0; at < keys;) {
+    const int more = at + kMoreSlots <= keys;
+#pragma unroll 1
+    for (int j = 0; j < panels; ++j) {
+      const int panel = half * kHalfPanels + j;
+      const CUtensorMap& map = panel == kRopePanel ? p.some_k_ropes[more] : p.some_latents[more];
+      copy_box(map, to + panel * panel_bytes(buffer) + at * 128, full, panel == kRopePanel ? 0 : panel * 64, slot + at);
+    }
+    at += more ? kMoreSlots : kFewSlots;
+  }
+}
+
 // The chunks at the rows' ends.
 __device__ __forceinline__ void gather_keys(const HopperParams& p, HopperShared& s) {
   int uses = 0;  // bit b: how often buffer b was filled here, modulo 2
@@ -159,20 +181,25 @@ __device__ __forceinline__ void gather_keys(const HopperParams& p, HopperShared&
       const int b = buffer_of(step, u.steps), parity = uses >> b & 1, chunk = u.first + step;
       uses ^= 1 << b;
       const bool more = has_more(u, step), whole = !committed(s, chunk);
-      const int from = whole ? 0 : kKeyChunk, to = more ? kKeyChunk + kMoreKeys : kKeyChunk;
+      const int some = whole ? whole_eights(s, chunk) : 0, from = whole ? some : kKeyChunk, to = more ? kKeyChunk + kMoreKeys : kKeyChunk;
       const int32_t* path = p.path + static_cast<size_t>(u.row) * p.path_stride;
 #pragma unroll 1
       for (int half = 0; half < 2; ++half) {
         barrier_wait(&s.gather[b][half], parity);
+        if (some > 0 && threadIdx.x % kGatherers < kWarp) {
+          __syncwarp();
+          if (elected()) copy_eights(p, s, b, half, chunk * kKeyChunk, some);
+          __syncwarp();
+        }
         gather_half(p, s, b, half, path, chunk * kKeyChunk, u.keys, from, to);
       }
       if (whole) {
         asm volatile("cp.async.wait_group 1;" ::: "memory");
-        say_gathered(s, b, 0, kHalfPanels);
+        say_gathered(&s.full[b][0]);
       }
       asm volatile("cp.async.wait_group 0;" ::: "memory");
-      say_gathered(s, b, kHalfPanels, whole ? kPanels : 0);
-      if (more && threadIdx.x % kGatherers == 0) barrier_arrive(&s.more);
+      say_gathered(whole ? &s.full[b][1] : &s.more);
+      if (whole && more && threadIdx.x % kGatherers == 0) barrier_arrive(&s.more);
     }
   }
 }
@@ -185,12 +212,14 @@ __device__ __forceinline__ void copy_units(const HopperParams& p, HopperShared& 
     meet<kInitialized, 2 * kWarp>();
     signal<kPlanned, kHopperThreads - kGatherers>();
     signal<kPlannedGather, kWarp + kGatherers>();
-    if (t == 0) copy_keys(p, s);
+    if (elected()) copy_keys(p, s);
+    __syncwarp();
     wait_for_previous();
   } else if (t < 2 * kWarp) {
     wait_for_previous();
     meet<kPlanned, kHopperThreads - kGatherers>();
-    if (t == kWarp) copy_queries(p, s);
+    if (elected()) copy_queries(p, s);
+    __syncwarp();
   } else {
     if (t < 3 * kWarp) signal<kInitialized, 2 * kWarp>();
     wait_for_previous();
