@@ -79,8 +79,8 @@ __device__ __forceinline__ void copy_queries(const HopperParams& p, HopperShared
   }
 }
 
-// By one thread: the chunks that every row has in common, by the bulk copy engine, half of the columns after half, of which each has a barrier:
-// the less there is to do and to fetch as code between a half's release and its copies, the sooner they come. It waits for every buffer to become
+// By one thread: the chunks that every row has in common, by the bulk copy engine, half of the columns after half, with a barrier each: the fewer
+// instructions stand between a half's release and its copies, the sooner these come. It waits for every buffer to become
 // free, and says so to the gatherers where a chunk is theirs: a barrier tells one phase from the next but not from the one after, so
 // only whoever takes part in every use of a buffer may wait for it.
 __device__ __forceinline__ void copy_keys(const HopperParams& p, HopperShared& s) {
