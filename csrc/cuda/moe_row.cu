@@ -26,8 +26,8 @@ stream::RowLaunch CudaBackend::plan_row(const char* name, const MoeArgs& a, bool
   return resident < plan.blocks ? stream::RowLaunch{} : plan;
 }
 
-bool CudaBackend::rows_together(const MoeArgs& a) {
-  return a.phase == MoePhase::kBoth && a.gathered == nullptr && moe_streams(a) && plan_row("experts", a, false).tiles > 0 && plan_row("experts", a, true).tiles > 0;
+bool CudaBackend::rows_serve(const MoeArgs& a) {
+  return moe_streams(a) && plan_row("experts", a, false).tiles > 0 && plan_row("experts", a, true).tiles > 0;
 }
 
 void CudaBackend::launch_row(const char* name, const MoeArgs& a, bool down, const stream::RowLaunch& plan, bool routed, const RouterArgs* choice, const StreamMoeParams& p) {
@@ -42,7 +42,8 @@ void CudaBackend::launch_row(const char* name, const MoeArgs& a, bool down, cons
   all.pairs = pairs(p.data, p.bf16 ? k * 2 : k / 2, count);
   if (p.shared_n > 0) all.shared_pairs = pairs(p.shared, static_cast<uint64_t>(p.shared_k) * 2, static_cast<uint64_t>(p.shared_n));
   if (all.chooses) all.choice = {*choice, MoeScratch(a.scratch, a.max_rows, a.top_k, a.down.k, a.dim, a.gate.e).parts};
-  if (rows_together(a)) {  // then down waits for the choice and the shared expert's acts alone, until it is at the others'
+  all.apart = a.phase == MoePhase::kDown;
+  if (a.phase == MoePhase::kBoth && rows_serve(a)) {  // then down waits for the choice and the shared expert's acts alone, until it is at the others'
     all.tickets = tickets_ + 1;
     all.before = (a.shared_gate.n + stream::moe_outputs(false) - 1) / stream::moe_outputs(false) + (choice != nullptr ? 1 : 0);
   }

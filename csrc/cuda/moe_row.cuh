@@ -36,6 +36,7 @@ struct RowMoeParams {
   int before;        // down: how many
   bool chooses;      // gate and up: every block for itself, the first one for all who come later
   RowChoice choice;
+  bool apart = false;  // down: behind an exchange, which lets it in while gate and up, who may have chosen, still run
 };
 
 // What a warp multiplies next: segments of a tile from `segment` on. choice: whose, top_k of the shared expert, and -1 once all is done.
@@ -166,10 +167,10 @@ __global__ __launch_bounds__(S::THREADS, 2) void row_moe_kernel(const __grid_con
         if (lane < p.top_k) expert[lane] = id;
         if (block == 0) {
           __syncwarp();
-          if (lane == 0) ticket_add(&all.tickets->ahead, 1);
+          if (lane == 0 && all.tickets != nullptr) ticket_add(&all.tickets->ahead, 1);
         }
       } else {
-        if constexpr (!DOWN) wait_for_previous();
+        if (!DOWN || all.apart) wait_for_previous();
         else if (all.tickets != nullptr) ticket_wait(&all.tickets->ahead, all.before);
         if (lane < p.top_k) expert[lane] = counted > 0 ? p.ids[lane] : 0;
       }

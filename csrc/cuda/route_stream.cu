@@ -181,7 +181,7 @@ bool CudaBackend::route_stream(const LinearArgs& a, const RouterArgs& r, const M
 
 void CudaBackend::routed_moe(const LinearArgs& product, const RouterArgs& choice, const MoeArgs& experts) {
   if (experts.max_rows <= 0) return;
-  const bool later = rows_together(experts) && stream::row_chooses(stream::row_variant(false), choice.experts, choice.n_group);
+  const bool later = rows_serve(experts) && stream::row_chooses(stream::row_variant(false), choice.experts, choice.n_group);
   if (!route_stream(product, choice, experts, !later)) {
     Backend::routed_moe(product, choice, experts);
     return;

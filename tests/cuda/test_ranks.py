@@ -10,6 +10,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,11 +20,12 @@ import engine
 from engine import plan
 from engine.ranks.engine import RankedEngine, RankedSession
 from engine.ranks.exchange import WINDOW
+from harness.bench import k26
 from harness.bundles import ensure
 from harness.environment import survey
 from harness.golden import Golden
 from harness.gpu_share import SHARE
-from harness.protocol import RankError
+from harness.protocol import F32, RankError
 from refs.config import ModelConfig
 from refs.drafter_config import split
 from refs.kdtr import read
@@ -95,6 +97,23 @@ def test_four_ranks_have_one_gpus_bits() -> None:
             made.close()
     assert found[0].tokens == found[1].tokens
     assert np.array_equal(found[0].logits.view(np.uint32), found[1].logits.view(np.uint32))  # type: ignore[union-attr]
+
+
+def test_layers_of_k26_have_one_gpus_bits(tmp_path: Path) -> None:
+    """Shares whose products have the kernels of the whole, for one row and many; the matrix has none so large."""
+    config = k26.model(num_layers=2, n_routed_experts=32, vocab_size=1024)
+    path, widths = tmp_path / "k26.kdtr", (1, 2, 8, 16, 64)
+    k26.write(path, config, lambda text: None, f32=False)
+    given = k26.requests(config, widths[1:], 8)
+    found: dict[int, list[F32]] = {}
+    for ranks in (1, 2):
+        made = engine.create("cuda", ranks=ranks)
+        with made.load(path, "int4-bf16", max_rows=max(widths)) as session:  # type: ignore[attr-defined]
+            found[ranks] = [session.decode(replace(given[m], record=True)).logits for m in widths]
+        if isinstance(made, RankedEngine):
+            made.close()
+    for m, one, two in zip(widths, found[1], found[2], strict=True):
+        assert np.array_equal(one.view(np.uint32), two.view(np.uint32)), f"M={m}"
 
 
 @pytest.mark.parametrize("precision", ["fp32", "int4", "bf16"])
