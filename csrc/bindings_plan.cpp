@@ -30,8 +30,8 @@ std::string product_plan(std::string product, bool int4, int64_t k, int64_t rows
     return line({stream::choosing(device, m), stream::at_most_half(stream::combining(m), device.multiprocessors)}, stream::route_shared(in, m, 0));
   }
   if (wide && stream::serves_wide(device, kind, in, m)) {
-    if (whole && stream::serves_whole(device, kind, in, 1)) return "whole " + std::to_string(stream::whole_shared());
-    if (whole && stream::serves_wide_boxes(device, kind, in, 64, paired)) return "boxes " + std::to_string(stream::wide_box_shared(in));
+    if (whole && stream::serves_whole(device, kind, in, 1, paired)) return "whole " + std::to_string(stream::whole_shared());
+    if (whole && stream::serves_wide_boxes(device, kind, in, 64, paired)) return "boxes " + std::to_string(stream::wide_box_shared(in, stream::wide_box_depth(device, in)));
     return "wide " + std::to_string(stream::wide_shared(kind, in));
   }
   if (product == "linear") {

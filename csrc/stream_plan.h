@@ -131,35 +131,42 @@ constexpr int wide_groups(int blocks) { return blocks / (kSegments * kWideCluste
 constexpr size_t wide_exchange(int groups) {
   return static_cast<size_t>(2 * groups * kSegments * kWideGroups * kWideTile) * kWideRows * sizeof(float);
 }
-// The same where a block has all of K for one tile (linear_whole.cu), all units of a warp's weights at once and boxes of 64 of K of all rows
-// of activations, of which a warpgroup asks for so many ahead. For K so short that activations, which every block takes in whole, are
-// not too many, and tiles that run at a time.
-constexpr int kWholeAhead = 3, kWholeK = 2048, kWholeUnits = kWholeK / unit_of(WeightKind::kInt4) / kWideGroups;
-constexpr size_t whole_shared() {
-  const size_t operands = static_cast<size_t>(kWideWarps) * kWholeUnits * kRingBytes + static_cast<size_t>(kWideGroups) * (kWholeAhead + 1) * (64 * kWideRows * 2);
-  const size_t sums = static_cast<size_t>(kSegments - 1) * kWideTile * kWideRows * sizeof(float);
-  return operands > sums ? operands : sums;
-}
-constexpr bool serves_whole(const Device& device, WeightKind kind, int k, int tiles) {
-  return kind == WeightKind::kInt4 && k <= kWholeK && tiles <= device.multiprocessors && whole_shared() + kWideStatic <= device.shared;
-}
 // Whether it serves: its bits are the other variants', so rows may have a say.
 constexpr bool serves_wide(const Device& device, WeightKind kind, int k, int rows) {
   return device.wgmma && wide_groups(device.multiprocessors) > 0 && rows >= kWideLeast && wide_shared(kind, k) + kWideStatic <= device.shared;
 }
-// The same for int4 with weights in boxes (linear_wide_boxes.cu), where a warpgroup has few tiles: kWideBoxGroups warpgroups multiply; slots of a warp's ring,
-// and those asked for before the launch before has ended; tiles of a warpgroup at most.
-constexpr int kWideBoxGroups = 2, kWideBoxDepth = 3, kWideBoxEarly = 1, kWideBoxRounds = 2, kWideBoxChunks = 8;
-constexpr size_t wide_box_shared(int k) {
+// The same for int4 with weights in boxes (wide_boxes.cuh), where a warpgroup has few tiles: kWideBoxGroups warpgroups multiply, each with a ring of boxes of
+// a tile's rows and their scales. Rows are whole boxes, and scales are copied sixteen bytes at a time.
+constexpr int kWideBoxGroups = 2, kWideWeightSlot = kWideTile * 128, kWideScaleSlot = kWideTile * 16;
+constexpr size_t wide_rings(int depth) { return static_cast<size_t>(kWideBoxGroups * depth) * (kWideWeightSlot + kWideScaleSlot); }
+constexpr bool serves_boxed(const Device& device, WeightKind kind, int k, bool paired) {
+  return device.wgmma && kind == WeightKind::kInt4 && !paired && k % 256 == 0;
+}
+// linear_wide_boxes.cu: boxes of a ring that are asked for before the launch before has ended, tiles of a warpgroup and chunks of activations at most. Shorter
+// rows have too many tiles for what is exchanged with each.
+constexpr int kWideBoxEarly = 1, kWideBoxRounds = 2, kWideBoxChunks = 8, kWideBoxMostDepth = 6;
+constexpr size_t wide_box_shared(int k, int depth) {
   const int chunks = (staged_length(k, kSegments, unit_of(WeightKind::kInt4)) + kWideChunk - 1) / kWideChunk;
-  return static_cast<size_t>(chunks) * (kWideChunk * kWideRows * 2) + static_cast<size_t>(kWideBoxGroups * 4 * kWideBoxDepth) * (kBoxWeightBytes + kBoxScaleBytes);
+  return static_cast<size_t>(chunks) * (kWideChunk * kWideRows * 2) + wide_rings(depth);
+}
+// Slots of a ring, 0 where there is no room for two.
+constexpr int wide_box_depth(const Device& device, int k) {
+  int depth = kWideBoxMostDepth;
+  while (depth > 1 && wide_box_shared(k, depth) + kWideStatic + 1024 > device.shared) --depth;
+  return depth > 1 ? depth : 0;
+}
+// linear_whole.cu: a cluster shares K and has a tile for each of its blocks, whose two segments' activations and the sums that come from the others it has room
+// for beside rings of kWholeDepth boxes; kWholeEarly of them are asked for before the launch before has ended.
+constexpr int kWholeCluster = 4, kWholeK = 2048, kWholeUnits = kWholeK / unit_of(WeightKind::kInt4) / kWholeCluster, kWholeDepth = 3, kWholeEarly = 3;
+constexpr size_t whole_shared() {
+  const size_t sums = static_cast<size_t>((kWholeCluster - 1) * (kSegments / kWholeCluster) * kWideTile * kWideRows) * sizeof(float);
+  return static_cast<size_t>(kWholeUnits) * (kWideChunk * kWideRows * 2) + sums + wide_rings(kWholeDepth);
 }
 constexpr size_t wide_counters(int groups) { return static_cast<size_t>(groups * kWideBoxGroups * 4 * kWideBoxRounds) * sizeof(uint32_t); }
 static_assert(kWideBoxRounds * kWideBoxGroups <= 2 * kWideGroups, "room in wide_exchange for both");
-// Scales are copied sixteen bytes at a time; shorter rows have too many tiles for what is exchanged with each.
 constexpr bool serves_wide_boxes(const Device& device, WeightKind kind, int k, int tiles, bool paired) {
-  return kind == WeightKind::kInt4 && !paired && k > kWholeK && k % 256 == 0 && k <= kWideBoxChunks * kWideChunk * kSegments &&
-         tiles <= kWideBoxRounds * kWideBoxGroups * wide_groups(device.multiprocessors) && wide_box_shared(k) + kWideStatic + 1024 <= device.shared;
+  return serves_boxed(device, kind, k, paired) && k > kWholeK && k <= kWideBoxChunks * kWideChunk * kSegments &&
+         tiles <= kWideBoxRounds * kWideBoxGroups * wide_groups(device.multiprocessors) && wide_box_depth(device, k) > 0;
 }
 // Bytes of scratch for its rows where they have a norm: they are normed once, by a launch of their own.
 constexpr size_t wide_normed(const Device& device, int k, int rows) {
@@ -234,6 +241,12 @@ constexpr size_t linear_box_shared(const LinearBoxes& v, WeightKind kind, int k,
 // an H200 leaves a dozen multiprocessors.
 constexpr int clusters_at_once(const Device& device, int cl) {
   return cl <= 2 ? device.multiprocessors / cl : (device.multiprocessors / kSegments - 1) * kSegments / cl;
+}
+
+// Where linear_whole.cu's clusters find room at the same time.
+constexpr bool serves_whole(const Device& device, WeightKind kind, int k, int tiles, bool paired) {
+  return serves_boxed(device, kind, k, paired) && k <= kWholeK && tiles <= clusters_at_once(device, kWholeCluster) * kWholeCluster &&
+         whole_shared() + kWideStatic + 1024 <= device.shared;
 }
 
 // What a launch is: a variant of the table (-1: none), clusters that share the outputs (tiles or pairs of tiles), of which each adds `batch` at a time.

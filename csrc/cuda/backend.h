@@ -142,7 +142,7 @@ class CudaBackend final : public Backend {
   bool linear_boxes(const LinearArgs& a);  // false where stream::plan_linear_boxes has none
   bool linear_wide(const LinearArgs& a);  // where stream::serves_wide; false where its blocks would not all run at a time
   bool linear_wide_boxes(const LinearArgs& a, const uint16_t* x, int ldx);  // where stream::serves_wide_boxes; false as linear_wide
-  void linear_whole(const LinearArgs& a, const uint16_t* x, int ldx);  // where stream::serves_whole; x as linear_wide's blocks read it
+  bool linear_whole(const LinearArgs& a, const uint16_t* x, int ldx);  // where stream::serves_whole; false where boxes do not
   // x[m] normed, rounded and in the products' order to to[m], [max_rows, stride], zeros from k on; granule: as segments of K are cut.
   void norm_rows(const char* counter, uint16_t* to, int stride, const float* x, int ldx, int k, const float* norm_w, float eps, int granule,
                  int max_rows, const int32_t* n_rows);

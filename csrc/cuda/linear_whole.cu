@@ -1,129 +1,171 @@
-// linear for steps of many rows (17 to 64 a launch) and short rows of INT4 on Hopper: y = w x for up to two weights, by warpgroup products,
-// and no block waits for another.
+// linear for steps of many rows (17 to 64 a launch) and short rows of INT4 on Hopper: y = w x for up to two weights, by warpgroup products, K shared
+// by a cluster.
 //
-// Bytes: each weight once, all activations once a block; flops 2*M*N*K on tensor cores. Bound by what a multiprocessor takes in: 64 rows of
-// activations and 64 of weights for the same K, of which the activations are the more.
-// A block has a tile of 64 weight rows and all of K, each of its four warpgroups two segments, one after the other. All of the tile's weights
-// are asked for at once; activations come kWholeAhead boxes of 64 of K ahead and are put in order where they stand. The eight sums meet in
-// shared memory, in their place.
+// Bytes: each weight once, activations once a cluster; flops 2*M*N*K on tensor cores. Bound by the scaling of sums and the turning of nibbles beside
+// the products.
+// A cluster of four blocks has four tiles of 64 weight rows. A block has two segments of K, of all four tiles: its activations are there once, in order,
+// and each of its two multiplying warpgroups has one segment (wide_boxes.cuh). A block adds one of the tiles, the last that it multiplies: the sums of
+// the other three go to the blocks that add those as soon as they are formed, by asynchronous stores that a barrier there counts, so that at the end
+// nobody has long to wait. Half of the columns of a tile are added by either warpgroup.
 // Reduction order: stream.cuh; the bits are linear_wide.cu's.
 #include "backend.h"
-#include "stream_wide.cuh"
+#include "boxes.cuh"
+#include "wide_boxes.cuh"
 
 namespace kdtree {
 namespace {
 
 using namespace cuda;
-using stream::kWholeAhead;
-using stream::kWideGroups;
-using stream::kWideWarps;
+using stream::kWholeCluster;
+using stream::kWholeDepth;
+using stream::kWholeEarly;
+using stream::kWholeUnits;
 
-struct Params : WideParams {
-  CUtensorMap x;  // bf16 [max_rows, k], in boxes of kBox x kWideRows
-};
+constexpr int kThreads = kWideBoxThreads;
 
-__global__ __launch_bounds__(kWideWarps * kWarp, 1) void whole_kernel(const __grid_constant__ Params p) {
+__global__ __launch_bounds__(kThreads, 1) void whole_kernel(const __grid_constant__ WideBoxParams p) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  constexpr WeightKind KIND = WeightKind::kInt4;
-  constexpr int UNIT = kUnitK<KIND>, PLACES = kWholeAhead + 1;
+  constexpr int UNIT = kUnitK<WeightKind::kInt4>, GROUPS = kWideBoxGroups, EACH = kSegments / kWholeCluster;
+  constexpr int FRAGMENT = kWarp * 16, SUM = kFragments * FRAGMENT, HALF = kSegments / GROUPS;  // bytes; bytes of a segment's sums; eights of columns
+  static_assert(EACH == GROUPS, "a warpgroup has a segment");
   extern __shared__ __align__(1024) uint8_t smem[];
-  __shared__ uint64_t full_of[kWideGroups * PLACES];
-  __shared__ int counted;
-  const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp, warpgroup = warp / 4, quarter = warp % 4;
-  const int units = (p.k + UNIT - 1) / UNIT, unit = segment_begin(2 * warpgroup, units);
-  const int second = segment_begin(2 * warpgroup + 1, units) - unit, steps = segment_begin(2 * warpgroup + 2, units) - unit;
-  const bool whole = (p.k + 31) / 32 % 4 == 0;
-
-  const uint32_t weights = shared_address(smem) + kWideGroups * PLACES * kBoxBytes + warp * (stream::kWholeUnits * kRingBytes);
-  TileSource from = source_of<KIND>(p, sixteen_of(p, static_cast<int>(blockIdx.x), quarter), unit, lane);
-  for (int i = 0; i < steps; ++i) copy_unit<KIND>(weights + i * kRingBytes, from, piece_offset(lane / 4, lane % 4), lane, whole);
-  copy_commit();
-  if (threadIdx.x < kWideGroups * PLACES) full_init(full_of + threadIdx.x);
-  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-  __syncthreads();
-  wait_for_previous();
-
-  // Box h stands in place h % PLACES of the warpgroup's, as it comes and, put in order, again.
-  uint8_t* const staged = smem + warpgroup * (PLACES * kBoxBytes);
-  uint64_t* const full = full_of + warpgroup * PLACES;
-  const uint32_t b = shared_address(staged);
-  const auto ask = [&](int box) {
-    if (threadIdx.x % (4 * kWarp) != 0 || box >= 2 * steps) return;
-    full_expect(full + box % PLACES, kBoxBytes);
-    copy_rows(b + box % PLACES * kBoxBytes, &p.x, unit * UNIT + box * kBox, full + box % PLACES);
+  __shared__ uint64_t come[kWholeUnits], in_order_at[kWholeUnits], landed[GROUPS][kWholeDepth], freed[GROUPS][kWholeDepth], met;
+  // The shuffle tells the compiler that a warp's number is the same in all its lanes.
+  const int warp = __shfl_sync(kAll, threadIdx.x / kWarp, 0), lane = threadIdx.x % kWarp, warpgroup = warp / 4, quarter = warp % 4;
+  const int rank = cluster_rank<kWholeCluster>(), units = p.k / UNIT;
+  const auto begin_of = [&](int group) { return segment_begin(EACH * rank + group, units); };
+  const int unit = begin_of(0), chunks = begin_of(GROUPS) - unit;
+  // [chunk] activations; [block of the cluster, from the next one on][segment] sums, of which this block's take the place of rings.
+  const uint32_t staged = shared_address(smem), sums = staged + kWholeUnits * kChunkBytes, rings = sums + (kWholeCluster - 1) * EACH * SUM;
+  const auto ring_of = [&](int group) {
+    const uint32_t weights = rings + group * kWholeDepth * kWideWeightSlot, scales = rings + (GROUPS * kWideWeightSlot + group * kWideScaleSlot) * kWholeDepth;
+    return WideRing{weights, scales, shared_address(landed[group]), shared_address(freed[group]), kWholeDepth};
   };
-  for (int box = 0; box < kWholeAhead; ++box) ask(box);
-  if (threadIdx.x == 0) counted = *p.n_rows;  // for the end; the loop leaves no register
-  copy_wait<0>();
+  // The block adds the tile of its own place, and multiplies that last.
+  const auto place_of = [&](int turn) { return (rank + 1 + turn) % kWholeCluster; };
+  const auto tile_of = [&](int turn) { return static_cast<int>(blockIdx.x) / kWholeCluster * kWholeCluster + place_of(turn); };
+  const auto sums_of = [&](int from, int to, int group) { return sums + ((from - to + kWholeCluster - 1) % kWholeCluster * EACH + group) * SUM; };
 
-  const LaneOffsets at(lane);
-  float before[32], acc[32];  // sums of the two segments
-#pragma unroll
-  for (int e = 0; e < 32; ++e) before[e] = acc[e] = 0.f;
-  for (int box = 0; box < 2 * steps; ++box) {
-    full_wait(full + box % PLACES, box / PLACES & 1);
-    Pieces<4, kBoxBytes / 512 / 4> pieces;
-    pieces.load(b + box % PLACES * kBoxBytes, quarter, lane);
-    meet_warpgroup(warpgroup);  // the box is read, and the one before multiplied: its place is free
-    ask(box + kWholeAhead);
-    pieces.store(staged + box % PLACES * kBoxBytes, quarter, lane, p.ordered);
-    fence_to_tensor_cores();
-    meet_warpgroup(warpgroup);
-    if (box == 2 * second) {
-#pragma unroll
-      for (int e = 0; e < 32; ++e) before[e] = acc[e], acc[e] = 0.f;
-    }
-    multiply_int4<1>(acc, weights + box / 2 * kRingBytes, at, b + box % PLACES * kBoxBytes, box % 2);
+  if (threadIdx.x == 0) {
+    for (int c = 0; c < kWholeUnits; ++c) barrier_init(shared_address(come + c), 1), barrier_init(shared_address(in_order_at + c), 4);
+    for (int g = 0; g < GROUPS; ++g) init_ring(ring_of(g));
+    barrier_init(shared_address(&met), 1);
   }
-  // Where the second segment is empty, its zeros stand before the first's sums in place of after them, which changes no bit.
-  __syncthreads();  // weights and activations were read
+  asm volatile("fence.mbarrier_init.release.cluster;\nfence.proxy.async.shared::cta;" ::: "memory");
+  __syncthreads();
+  cluster_arrive<kWholeCluster>();
 
-  // [7][fragment][lane]: the sum of segments 0 and 1, then one a segment.
-  float4* const sums = reinterpret_cast<float4*>(smem) + lane;
+  // Chunks in the order of their use: the two segments' in turn.
+  const int each = begin_of(1) - unit;  // of the first segment; the second has as many or one more
+  const auto chunk_of = [&](int i) { return i / 2 < each ? i / 2 + i % 2 * each : chunks - 1; };
+  if (warpgroup > GROUPS) {
+    fewer_registers<kCopyRegisters>();
+    // By one thread: the n-th box of each ring.
+    const auto ask_both = [&](int n) {
+      for (int g = 0; g < GROUPS; ++g) {
+        const int first = begin_of(g) / 2, boxes = (begin_of(g + 1) + 1) / 2 - first;  // of a tile
+        if (begin_of(g) < begin_of(g + 1) && n < kWholeCluster * boxes) ask(p, ring_of(g), n, tile_of(n / boxes), first + n % boxes);
+      }
+    };
+    const bool asks = elected();
+    if (quarter == 0 && asks) {
+      for (int n = 0; n < kWholeEarly; ++n) ask_both(n);
+    }
+    if (quarter == 1 && asks) prefetch_map(&p.x);
+    __syncwarp();
+    wait_for_previous();
+    if (quarter == 1 && asks) {
+      for (int i = 0; i < chunks; ++i) {
+        const int c = chunk_of(i);
+        barrier_expect(shared_address(come + c), kChunkBytes);
+        for (int box = 0; box < 2; ++box) copy_rows(staged + c * kChunkBytes + box * kBoxBytes, &p.x, (unit + c) * UNIT + box * kBox, come + c);
+      }
+    }
+    __syncwarp();
+    if (quarter < 2) meet_copying();
+    if (quarter == 0 && asks) {
+      for (int n = kWholeEarly; n < 2 * kWholeCluster; ++n) ask_both(n);
+    }
+    __syncwarp();
+    cluster_wait<kWholeCluster>();
+    return;
+  }
+  if (warpgroup == GROUPS) {
+    fewer_registers<kOrderRegisters>();
+    wait_for_previous();
+    cluster_wait<kWholeCluster>();
+    for (int i = 0; i < chunks; ++i) {
+      const int c = chunk_of(i);
+      barrier_idle(shared_address(come + c), 0);
+      order_chunk<4>(staged + c * kChunkBytes, quarter, lane, p.ordered, shared_address(in_order_at + c));
+    }
+    return;
+  }
+  more_registers<kMultiplyRegisters>();
+
+  wait_for_previous();
+  const int counted = load_early(p.n_rows);
+  cluster_wait<kWholeCluster>();  // the other blocks' barriers are there
+  const int rows = max(min(counted - p.first_row, p.max_rows), 0), eights = (rows + kColumns - 1) / kColumns;
+  if (threadIdx.x == 0) barrier_expect(shared_address(&met), (kWholeCluster - 1) * EACH * 4 * FRAGMENT * eights);
+  const int first = begin_of(warpgroup), steps = begin_of(warpgroup + 1) - first, chunk = first - unit;
+  WideReader reader(ring_of(warpgroup), quarter, lane);
+  const uint32_t mine = quarter * 8 * FRAGMENT + lane * 16;  // a lane's place in a segment's sums
+  float acc[32];
+#pragma unroll 1
+  for (int turn = 0; turn < kWholeCluster; ++turn) {
+    multiply_segment(acc, reader, lower_descriptor(staged) + chunk * (kChunkBytes >> 4), first, steps, [&](int step) {
+      if (turn == 0) barrier_wait(shared_address(in_order_at + chunk + step), 0);
+    });
+    if (turn == kWholeCluster - 1) break;
+    const int to = place_of(turn);
+    const uint32_t there = cluster_address(sums_of(rank, to, warpgroup) + mine, to), barrier = cluster_address(shared_address(&met), to);
+#pragma unroll
+    for (int nt = 0; nt < 8; ++nt) {
+      const float v[4] = {acc[4 * nt], acc[4 * nt + 1], acc[4 * nt + 2], acc[4 * nt + 3]};
+      if (nt < eights) send(there + nt * FRAGMENT, v, barrier);
+    }
+  }
+
+  // This tile's own sums stand behind the others', where boxes have been read, and each warpgroup adds half of the columns.
+  asm volatile("bar.sync 1, %0;" ::"n"(GROUPS * 4 * kWarp) : "memory");
 #pragma unroll
   for (int nt = 0; nt < 8; ++nt) {
-    const float4 first = make_float4(before[4 * nt], before[4 * nt + 1], before[4 * nt + 2], before[4 * nt + 3]);
-    const float4 next = make_float4(acc[4 * nt], acc[4 * nt + 1], acc[4 * nt + 2], acc[4 * nt + 3]);
-    float4* const to = sums + (quarter * 8 + nt) * kWarp;
-    if (warpgroup == 0) {
-      *to = add(first, next);
-    } else {
-      to[(2 * warpgroup - 1) * (kFragments * kWarp)] = first, to[2 * warpgroup * (kFragments * kWarp)] = next;
-    }
+    const float v[4] = {acc[4 * nt], acc[4 * nt + 1], acc[4 * nt + 2], acc[4 * nt + 3]};
+    store_shared(sums_of(rank, rank, warpgroup) + mine + nt * FRAGMENT, v);
   }
-  __syncthreads();
-  const int rows = min(counted - p.first_row, p.max_rows);
-  int tile;  // read again, so that nothing of it is held while registers are few
-  asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(tile));
-  const Sixteen of = sixteen_of(p, tile, quarter);
-  const bool paired = p.epilogue == Epilogue::kSiluMul;
-  if (!of.live || (paired && quarter >= 2)) return;
-  const auto total_of = [&](int fragment) {
-    float4 total = sums[fragment * kWarp];
+  asm volatile("bar.sync 1, %0;" ::"n"(GROUPS * 4 * kWarp) : "memory");
+  barrier_wait(shared_address(&met), 0);
+  const Sixteen of = sixteen_of_box(p, tile_of(kWholeCluster - 1), quarter);
+  if (!of.live) return;
+#pragma unroll 1
+  for (int nt = warpgroup * HALF; nt < min((warpgroup + 1) * HALF, eights); ++nt) {
+    float4 total;
 #pragma unroll
-    for (int s = 1; s < kSegments - 1; ++s) total = add(total, sums[(s * kFragments + fragment) * kWarp]);
-    return total;
-  };
-#pragma unroll
-  for (int nt = 2 * warpgroup; nt < 2 * warpgroup + 2; ++nt) {
-    const float4 y = total_of(quarter * 8 + nt);
-    write_fragment(p, of, nt * kColumns, rows, y, paired ? total_of((quarter + 2) * 8 + nt) : y, lane);
+    for (int s = 0; s < kSegments; ++s) {
+      const uint4 v = load_shared16(sums_of(s / EACH, rank, s % EACH) + mine + nt * FRAGMENT);
+      const float4 sum = make_float4(__uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z), __uint_as_float(v.w));
+      total = s == 0 ? sum : add(total, sum);
+    }
+    store_fragment(p, of, nt * kColumns, rows, total, lane);
   }
 #endif
 }
 
 }  // namespace
 
-void CudaBackend::linear_whole(const LinearArgs& a, const uint16_t* x, int ldx) {
+bool CudaBackend::linear_whole(const LinearArgs& a, const uint16_t* x, int ldx) {
+  WideBoxParams p{};
+  if (!set_wide_boxes(p, a) || !stream::serves_whole(device_shape_, WeightKind::kInt4, p.k, p.tiles, false)) return false;
   const size_t shared = stream::whole_shared();
+  const unsigned blocks = static_cast<unsigned>((p.tiles + kWholeCluster - 1) / kWholeCluster * kWholeCluster);
   reserve_shared(reinterpret_cast<const void*>(whole_kernel), "linear_int4_bf16", shared);
-  Params p{};
-  set_wide(p, a);
   for (p.first_row = 0; p.first_row < a.max_rows; p.first_row += stream::kWideRows) {
     set_rows(p, a);
     p.x = rows_map(p, x, ldx, stream::kWideRows);
-    launch("linear_int4_bf16", whole_kernel, dim3(static_cast<unsigned>(p.tiles)), kWideWarps * kWarp, shared, p);
+    launch_clusters("linear_int4_bf16", whole_kernel, kWholeCluster, dim3(blocks), kThreads, shared, p);
   }
+  return true;
 }
 
 }  // namespace kdtree

@@ -181,11 +181,8 @@ bool CudaBackend::linear_wide(const LinearArgs& a) {
     norm_rows("norm_rows", normed, p.k, static_cast<const float*>(a.x), a.ldx, p.k, a.norm_w, a.eps, stream::unit_of(kind), a.max_rows, a.n_rows);
     x = normed, ldx = p.k;
   }
-  if (stream::serves_whole(device_shape_, kind, p.k, p.tiles)) {
-    linear_whole(a, x, ldx);
-    return true;
-  }
   const bool paired = a.epilogue == Epilogue::kSiluMul;
+  if (stream::serves_whole(device_shape_, kind, p.k, p.tiles, paired) && linear_whole(a, x, ldx)) return true;
   if (stream::serves_wide_boxes(device_shape_, kind, p.k, p.tiles, paired) && linear_wide_boxes(a, x, ldx)) return true;
   const int groups = std::min(most, (p.tiles + kWideCluster - 1) / kWideCluster * kWideCluster);
   for (p.first_row = 0; p.first_row < a.max_rows; p.first_row += stream::kWideRows) {

@@ -90,6 +90,17 @@ __device__ __forceinline__ void write_fragment(const WideParams& p, const Sixtee
     }
   }
 }
+// A lane's fragment of eight columns from `column` on, of their sums y, to outputs that are not SiLU's.
+__device__ __forceinline__ void store_fragment(const WideParams& p, const Sixteen& of, int column, int rows, const float4& y, int lane) {
+  const int m = column + lane % 4 * 2, to = of.at * kTileRows + lane / 4, ldo = p.ldo[of.part];
+  float* const o = static_cast<float*>(p.out[of.part]) + static_cast<size_t>(m) * ldo + to;
+  const float v[4] = {y.x, y.y, y.z, y.w};
+#pragma unroll
+  for (int e = 0; e < 4; ++e) {
+    float* const at = o + e % 2 * ldo + e / 2 * 8;
+    if (m + e % 2 < rows && to + e / 2 * 8 < p.n[of.part]) *at = p.epilogue == Epilogue::kResidual ? __fadd_rn(*at, v[e]) : v[e];
+  }
+}
 __device__ __forceinline__ float4 add(const float4& a, const float4& b) {
   return make_float4(__fadd_rn(a.x, b.x), __fadd_rn(a.y, b.y), __fadd_rn(a.z, b.z), __fadd_rn(a.w, b.w));
 }

@@ -101,9 +101,10 @@ def test_linear(ops: Ops, kind: str, m: int, n: int, k: int) -> None:
     assert counted == {name: 4}, "under the name that every kernel counts"
 
 
-def test_linear_of_long_rows(ops: Ops) -> None:
-    """INT4 rows longer than 2048 of 17 and more rows, which Hopper has a kernel of its own for."""
-    test_linear(ops, "int4", 40, 20, 2304)
+@pytest.mark.parametrize(("m", "n", "k"), [(40, 20, 2304), (29, 150, 768)])
+def test_linear_in_boxes(ops: Ops, m: int, n: int, k: int) -> None:
+    """INT4 rows of whole boxes, 17 rows and more: Hopper has a kernel for those longer than 2048, one for others."""
+    test_linear(ops, "int4", m, n, k)
 
 
 def test_halves_go_to_even_and_what_is_no_number_stays(ops: Ops) -> None:

@@ -65,24 +65,30 @@ def test_many_rows_of_few_columns_are_for_warpgroups(int4: bool) -> None:
     assert plan("wide", 18432, 64, int4=int4) == plan("linear", 18432, 64, int4=int4), "no room"
 
 
-def test_a_block_has_all_of_short_rows_in_int4() -> None:
-    for k in (8, 104, 2048):
+RING_SLOT = 64 * (128 + 16)  # a tile's rows of a box, and its scales
+
+
+def test_a_cluster_has_all_of_short_rows_in_int4() -> None:
+    """Rows of whole boxes: a fourth of the activations, six of a tile's eight sums, two rings of three boxes."""
+    for k in (256, 1792, 2048):
         words = plan("whole", k, 64).split()
         assert words[0] == "whole"
-        operands = 16 * 4 * 1152 + 4 * 4 * 64 * 64 * 2
-        assert max(operands, 7 * 64 * 64 * 4) <= int(words[1]) <= HOPPER - 1024
+        needed = 64 * 512 * 2 + 6 * 64 * 64 * 4 + 2 * 3 * RING_SLOT
+        assert needed <= int(words[1]) <= HOPPER - 1024
         assert plan("whole", k, 16) == plan("linear", k, 16)
         assert plan("whole", k, 64, int4=False).split()[0] == "wide"
-    assert plan("whole", 2056, 64).split()[0] == "wide"
+        assert plan("whole", k, 64, paired=True).split()[0] == "wide", "gate and up would lie in two tiles"
+    for k in (8, 104, 2056):
+        assert plan("whole", k, 64).split()[0] == "wide"
 
 
 def test_long_rows_in_int4_come_in_boxes() -> None:
-    """Where scales are whole sixteen bytes and shared memory holds a segment of activations and three boxes a warp."""
-    for k in (2304, 7168, 8192):
+    """Where scales are whole sixteen bytes and shared memory holds a segment of activations and two rings of boxes."""
+    for k, depth in ((2304, 6), (7168, 6), (8192, 5)):
         words = plan("whole", k, 64).split()
         assert words[0] == "boxes"
         longest = -(-(k // 128) // 8) * 128
-        assert 64 * 2 * longest + 8 * 3 * (2048 + 256) <= int(words[1]) <= HOPPER - 1024
+        assert 64 * 2 * longest + 2 * depth * RING_SLOT == int(words[1]) <= HOPPER - 1024
         assert plan("whole", k, 64, int4=False).split()[0] == "wide"
         assert plan("whole", k, 64, paired=True).split()[0] == "wide", "two weights' sums have two counters"
         assert plan("whole", k, 16) == plan("linear", k, 16)

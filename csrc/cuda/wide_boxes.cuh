@@ -1,0 +1,234 @@
+// INT4 weights in boxes of 64 rows times 64 rows of activations by warpgroups: what linear_wide_boxes.cu and linear_whole.cu share.
+//
+// Two warpgroups multiply, with two groups' sums in flight until a unit's end. Each has a ring for boxes of 64 weight rows x 128 bytes, two units of K,
+// with their scales; a segment that begins or ends between two boxes leaves half of one unread. A third warpgroup puts activations in the nibbles'
+// order where they stand, a chunk after the other, so that products begin with the first. Of a fourth one warp asks for weights and one for
+// activations: the copy engine takes them one after the other, and whoever asks waits.
+// Reduction order: stream.cuh; sums are a fourth, exactly, until a segment's end (box_copy.cuh).
+#pragma once
+#include "box_copy.cuh"
+#include "stream_wide.cuh"
+
+namespace kdtree {
+namespace cuda {
+
+using stream::kWideBoxGroups;
+using stream::kWideChunk;
+using stream::kWideScaleSlot;
+using stream::kWideTile;
+using stream::kWideWeightSlot;
+
+constexpr int kWideBoxThreads = (kWideBoxGroups + 2) * 4 * kWarp;
+
+struct WideBoxParams : WideParams {
+  CUtensorMap x;                   // bf16 [max_rows, k], in boxes of kBox x kWideRows or a cluster's share of these
+  CUtensorMap weights[2], scales[2];  // boxes of kWideTile rows x 128 bytes, and of their scales
+};
+
+// All but a launch's rows; tiles are kWideTile rows of one weight. False where scales cannot be copied.
+inline bool set_wide_boxes(WideBoxParams& p, const LinearArgs& a) {
+  set_wide(p, a);
+  p.tiles = 0;
+  for (int i = 0; i < 2; ++i) {
+    const Weight& w = a.w[i < a.parts ? i : 0];
+    if (reinterpret_cast<uintptr_t>(w.scale) % 16 != 0) return false;
+    const uint64_t pitch = static_cast<uint64_t>(p.k) / 2;
+    p.weights[i] = row_map(w.data, w.data, pitch, w.n, 128, kWideTile, true);
+    p.scales[i] = row_map(w.scale, w.scale, pitch / 8, w.n, 16, kWideTile, false);
+    p.tiles += (p.n[i] + kWideTile - 1) / kWideTile;
+  }
+  return true;
+}
+
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+
+// Activations: boxes of 64 of K, in a box eight rows of 128 bytes after the other. Put in order, eight rows are for each 32 of K two steps of sixteen, of
+// each two 8 x 16-byte matrices.
+constexpr int kEightBytes = 1024, kHalfBytes = 512, kStepOfHalf = 256;
+static_assert(kChunkBytes == 2 * kBoxBytes && kWideChunk == kUnitK<WeightKind::kInt4>, "a chunk is a unit's activations, two boxes");
+
+// The lower half of a descriptor of activations; places behind it are reached by adding bytes / 16. The upper half is the same for all.
+__device__ __forceinline__ uint32_t lower_descriptor(uint32_t at) { return (at & 0x3ffff) >> 4 | (kMatrixBytes >> 4) << 16; }
+__device__ __forceinline__ uint64_t joined_descriptor(uint32_t lower) {
+  uint64_t whole;
+  asm("mov.b64 %0, {%1, %2};" : "=l"(whole) : "r"(lower), "r"(kEightBytes >> 4));
+  return whole;
+}
+
+// The products of one group of 32, whose activations' descriptor is b: two steps, started from zero.
+__device__ __forceinline__ void start_boxed(float (&d)[32], const uint32_t (&a)[8], uint32_t b) {
+  const uint32_t first[4] = {a[0], a[1], a[2], a[3]}, second[4] = {a[4], a[5], a[6], a[7]};
+  wgmma_fence();
+  wgmma_columns(d, first, joined_descriptor(b), false);
+  wgmma_columns(d, second, joined_descriptor(b + (kStepOfHalf >> 4)), true);
+  wgmma_commit();
+}
+
+// A lane's words of two rows of a group as the register operands of its two steps, as q/4.
+__device__ __forceinline__ void quarter_fragments(uint32_t (&a)[8], uint32_t low, uint32_t high) {
+  a[0] = low_pair(low), a[1] = low_pair(high), a[2] = high_pair(low), a[3] = high_pair(high);
+  a[4] = low_pair(low >> 8), a[5] = low_pair(high >> 8), a[6] = high_pair(low >> 8), a[7] = high_pair(high >> 8);
+}
+// Adds a group's sums times its scales: of a pair of groups, of the lane's row and the one eight below, the one or the `odd` one.
+__device__ __forceinline__ void add_scaled(float (&acc)[32], const float (&sum)[32], uint32_t pair, uint32_t below, bool odd) {
+  const float s[2] = {__uint_as_float(odd ? pair & 0xffff0000u : pair << 16), __uint_as_float(odd ? below & 0xffff0000u : below << 16)};
+#pragma unroll
+  for (int e = 0; e < 32; ++e) acc[e] = __fmaf_rn(sum[e], s[e / 2 % 2], acc[e]);
+}
+
+__device__ __forceinline__ void store_matrices(uint32_t at, const uint4& v) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(at), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+// A WARPS-th, by warp `which`, of a chunk that has come at `at`, put in order there; `done` counts warps. A quarter of a warp reads two rows that are four
+// apart, which the swizzle brings into all banks.
+template <int WARPS>
+__device__ __forceinline__ void order_chunk(uint32_t at, int which, int lane, bool ordered, uint32_t done) {
+  constexpr int EIGHTS = kChunkBytes / kEightBytes, EACH = EIGHTS % WARPS == 0 ? EIGHTS / WARPS : 1;
+  const int row = lane / 4 % 2 * 4 + lane / 8, to = lane / 8 * kMatrixBytes + (lane % 2 * 4 + lane % 8 / 2) * 16;
+#pragma unroll 1
+  for (int first = which; first < EIGHTS; first += WARPS * EACH) {
+    uint4 v[EACH][2];
+#pragma unroll
+    for (int e = 0; e < EACH; ++e)
+#pragma unroll
+      for (int i = 0; i < 2; ++i) v[e][i] = load_shared16(at + (first + e * WARPS) * kEightBytes + row * 128 + (((i * 4 + lane % 4) ^ row) & 7) * 16);
+    __syncwarp();
+#pragma unroll
+    for (int e = 0; e < EACH; ++e)
+#pragma unroll
+      for (int i = 0; i < 2; ++i) store_matrices(at + (first + e * WARPS) * kEightBytes + i * kHalfBytes + to, ordered ? v[e][i] : in_order(v[e][i]));
+  }
+  fence_to_tensor_cores();
+  __syncwarp();
+  if (elected()) barrier_arrive(done);
+}
+
+// A warpgroup gives registers back, or takes of those that others gave.
+template <int COUNT>
+__device__ __forceinline__ void fewer_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
+}
+template <int COUNT>
+__device__ __forceinline__ void more_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
+}
+constexpr int kMultiplyRegisters = 176, kOrderRegisters = 96, kCopyRegisters = 40;  // of a thread; all have as many at first
+static_assert(kWideBoxGroups * kMultiplyRegisters + kOrderRegisters + kCopyRegisters <= 512, "registers of a multiprocessor");
+
+// As barrier_wait, asking rarely: for a wait as long as a tile beside warps that have work.
+__device__ __forceinline__ void barrier_idle(uint32_t at, uint32_t parity) {
+  asm volatile(
+      "{\n.reg .pred done;\nagain:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1, 10000000;\n@!done bra again;\n}\n" ::"r"(at), "r"(parity)
+      : "memory");
+}
+
+// Where the warp that asks for boxes waits until the one that asks for activations has done so: their queue is one.
+__device__ __forceinline__ void meet_copying() { asm volatile("bar.sync 2, 64;" ::: "memory"); }
+__device__ __forceinline__ void prefetch_map(const CUtensorMap* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
+
+// A tile's sixteen rows that are warp `quarter`'s of a warpgroup.
+__device__ __forceinline__ Sixteen sixteen_of_box(const WideParams& p, int tile, int quarter) {
+  const int first = (p.n[0] + kWideTile - 1) / kWideTile, part = tile >= first, at = (part ? tile - first : tile) * (kWideTile / kTileRows) + quarter;
+  return Sixteen{part, at, at * kTileRows < p.n[part]};
+}
+
+// A multiplying warpgroup's ring: shared addresses of its slots and of their barriers, those that count a box's bytes and those that count warps that
+// have read it.
+struct WideRing {
+  uint32_t weights, scales, landed, freed;
+  int depth;
+};
+__device__ __forceinline__ void init_ring(const WideRing& ring) {
+  for (int i = 0; i < ring.depth; ++i) barrier_init(ring.landed + i * 8, 1), barrier_init(ring.freed + i * 8, 4);
+}
+// By one thread: the n-th box of a ring is box `box` of a tile.
+__device__ __forceinline__ void ask(const WideBoxParams& p, const WideRing& ring, int n, int tile, int box) {
+  const int slot = n % ring.depth;
+  const Sixteen of = sixteen_of_box(p, tile, 0);
+  const uint32_t landed = ring.landed + slot * 8;
+  if (n >= ring.depth) barrier_wait(ring.freed + slot * 8, (n / ring.depth - 1) & 1);
+  barrier_expect(landed, kWideWeightSlot + kWideScaleSlot);
+  copy_box(ring.weights + slot * kWideWeightSlot, p.weights + of.part, box * 128, of.at * kTileRows, landed);
+  copy_box(ring.scales + slot * kWideScaleSlot, p.scales + of.part, box * 16, of.at * kTileRows, landed);
+}
+
+// A warp's place in its warpgroup's ring, and what a lane has of one unit there.
+struct WideReader {
+  uint32_t weights, scales, landed, freed;  // of the next box; freed: from a slot's barrier that counts bytes to the other
+  int depth, slot = 0;
+  uint32_t parity = 0;
+  uint32_t words[8];
+  uint2 scale, below;
+
+  __device__ __forceinline__ WideReader(const WideRing& ring, int quarter, int lane) : depth(ring.depth) {
+    const int row = quarter * kTileRows + (lane & 15), piece = lane >> 4;  // the lane's row address of ldmatrix, groups 0 and 1; ^ 32 for groups 2 and 3
+    weights = ring.weights + row * 128 + (piece ^ (row & 7)) * 16, scales = ring.scales + (quarter * kTileRows + lane / 4) * 16;
+    landed = ring.landed, freed = ring.freed - ring.landed;
+    asm volatile("" : "+r"(weights), "+r"(scales), "+r"(landed), "+r"(freed));  // kept, in place of found again for each unit
+  }
+  // A unit, the second or the first of its box; begins: it is the first that is read of its box.
+  __device__ __forceinline__ void read(bool second, bool begins) {
+    if (begins) barrier_wait(landed, parity);
+    const uint32_t at = second ? weights ^ 64 : weights, at_scale = second ? scales + 8 : scales;
+    uint32_t half[4];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      load_matrices(half, at ^ (i * 32));
+#pragma unroll
+      for (int e = 0; e < 4; ++e) words[4 * i + e] = half[e];
+    }
+    scale = load_shared8(at_scale), below = load_shared8(at_scale + 8 * 16);
+  }
+  // Gives the box's place away. What was read of it has been used by then: the machine code does not wait for loads before it tells the barrier.
+  __device__ __forceinline__ void leave() {
+    __syncwarp();
+    if (elected()) barrier_arrive(landed + freed);
+    ++slot, weights += kWideWeightSlot, scales += kWideScaleSlot, landed += 8;
+    if (slot == depth) slot = 0, parity ^= 1, weights -= depth * kWideWeightSlot, scales -= depth * kWideScaleSlot, landed -= depth * 8;
+  }
+};
+
+// A segment of a tile, `steps` units from unit `unit` on, whose activations' descriptor is b; await(step): those of a unit are in order.
+template <typename Await>
+__device__ __forceinline__ void multiply_segment(float (&acc)[32], WideReader& from, uint32_t b, int unit, int steps, const Await& await) {
+#pragma unroll
+  for (int e = 0; e < 32; ++e) acc[e] = 0.f;
+  if (steps == 0) return;
+  const auto read = [&](int step) {
+    const bool second = (unit + step) % 2 != 0;
+    from.read(second, step == 0 || !second);
+    await(step);
+  };
+  float sum[2][32];
+  uint32_t a[2][8];
+  read(0);
+#pragma unroll 1
+  for (int step = 0; step < steps; ++step, b += kChunkBytes >> 4) {
+    quarter_fragments(a[0], from.words[0], from.words[1]);
+    start_boxed(sum[0], a[0], b);
+    quarter_fragments(a[1], from.words[2], from.words[3]);
+    start_boxed(sum[1], a[1], b + (kHalfBytes >> 4));
+    wgmma_wait<1>(sum[0], a[0]);
+    add_scaled(acc, sum[0], from.scale.x, from.below.x, false);
+    quarter_fragments(a[0], from.words[4], from.words[5]);
+    start_boxed(sum[0], a[0], b + (kBoxBytes >> 4));
+    wgmma_wait<1>(sum[1], a[1]);
+    add_scaled(acc, sum[1], from.scale.x, from.below.x, true);
+    quarter_fragments(a[1], from.words[6], from.words[7]);
+    start_boxed(sum[1], a[1], b + ((kBoxBytes + kHalfBytes) >> 4));
+    const uint32_t pair = from.scale.y, below = from.below.y;
+    if ((unit + step) % 2 != 0 || step + 1 == steps) from.leave();
+    if (step + 1 < steps) read(step + 1);
+    wgmma_wait<1>(sum[0], a[0]);
+    add_scaled(acc, sum[0], pair, below, false);
+    wgmma_wait<0>(sum[1], a[1]);
+    add_scaled(acc, sum[1], pair, below, true);
+  }
+#pragma unroll
+  for (int e = 0; e < 32; ++e) acc[e] = __fmul_rn(acc[e], 4.f);
+}
+
+#endif
+
+}  // namespace cuda
+}  // namespace kdtree
