@@ -18,6 +18,9 @@ __device__ __forceinline__ void barrier_init(uint32_t at, int arrivals) {
 __device__ __forceinline__ void barrier_arrive(uint32_t at) {
   asm volatile("{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0]; }" ::"r"(at) : "memory");
 }
+// What the thread has read stands in registers: before it arrives where others learn that they may write there. The compiler would put the
+// arrival ahead of whatever waits for the reads, and who writes next, the copy engine or another warp, may come before them.
+__device__ __forceinline__ void reads_done() { asm volatile("fence.acq_rel.cta;" ::: "memory"); }
 // Arrives, and so many bytes are still to come.
 __device__ __forceinline__ void barrier_expect(uint32_t at, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(at), "r"(bytes) : "memory");

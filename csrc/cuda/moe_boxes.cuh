@@ -228,6 +228,7 @@ __global__ __launch_bounds__(S::THREADS, S::RESIDENT) void box_moe_kernel(const 
 #pragma unroll
           for (int c = 0; c < static_cast<int>(sizeof v / sizeof(float)); ++c) v[c] = __fadd_rn(v[c], reinterpret_cast<const float*>(s + j)[c]);
         }
+        reads_done();
         barrier_arrive(shared_address(empty + at));
         emit(of.x, of.y, of.z, of.w != 0, v);
       };

@@ -313,7 +313,7 @@ __global__ __launch_bounds__(kTileMoeThreads, S::RESIDENT) void tile_moe_kernel(
             multiply_add(acc[nt], b, v.z, v.w, acc[nt]);
           }
         }
-        asm volatile("fence.acq_rel.cta;" ::: "memory");  // what was read stands in registers, which no product that follows would tell of
+        reads_done();
         free_slot();
       }
       float4* const to = q.parts + ((static_cast<size_t>(group) * kSegments + segment) * WARPS + warp) * (q.shared_columns * kWarp) + lane;
