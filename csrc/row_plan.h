@@ -54,9 +54,9 @@ struct RowLaunch {
   int blocks = 0, tiles = 0;
   size_t shared = 0;
 };
-// n, shared_n: outputs. Parts of K begin at boxes; of gate and up a warp norms a segment.
+// n, shared_n: outputs. No segment is without a unit, at whose end its sum is left, and parts of K begin at boxes; of gate and up a warp norms a segment.
 constexpr RowLaunch plan_row(const Device& device, const RowVariant& v, bool down, int k, int shared_k, int n, int shared_n, int top_k) {
-  if (!serves_boxes(device, k, shared_k) || k % (kBoxK * row_parts(down)) != 0 || shared_k % (kBoxK * 2) != 0 || (!down && k > kRowNormed)) return {};
+  if (!serves_boxes(device, k, shared_k) || k % (kSegments * unit_of(WeightKind::kInt4)) != 0 || shared_k % (kBoxK * 2) != 0 || (!down && k > kRowNormed)) return {};
   const int blocks = 2 * device.multiprocessors, each = moe_outputs(down), tiles = (n + each - 1) / each, shared_tiles = (shared_n + each - 1) / each;
   const int most = row_tiles(top_k * tiles, shared_tiles, blocks);
   const size_t bytes = row_shared(v, down, k, shared_k, most);

@@ -200,6 +200,9 @@ def test_one_row_of_the_experts_fits_and_has_a_place_for_every_tile(down: bool, 
             own, firsts = found[7 : 7 + blocks], found[7 + blocks :]
             each, begins = 16 if down else 8, library("cpu").product_segments(k, 128 if int4 else 32, 1)
             tiles = -(-n // each)
+            for unit in (128 if int4 else 32, 32):  # of the experts and of the shared one
+                lengths = np.diff(library("cpu").product_segments(k, unit, 1)[:9])
+                assert lengths.min() > 0, "a segment without a unit would never end"
             assert 1 <= early <= depth
             assert down or warps >= 8, "a warp norms a segment"
             assert copiers >= 1
