@@ -32,6 +32,7 @@ constexpr size_t tile_shared(const TileShape& v) {
 }
 
 // The shared expert's tiles go in groups of kTileWarps, of which a block has a segment of K; bytes in which the segments' sums meet.
+constexpr size_t kRoutesBytes = 16 << 10;  // of a step's routes, which gate and up leave for down, at most
 constexpr int kMostGroups = 1024;
 constexpr int tile_groups(bool down, int n) { return (n + kTileWarps * moe_outputs(down) - 1) / (kTileWarps * moe_outputs(down)); }
 constexpr size_t tile_parts(int groups, int rows) {

@@ -75,7 +75,7 @@ CudaBackend::CudaBackend(int device, bool poison) : device_(device), poison_(poi
   device_shape_.wgmma = wgmma_;
   KD_CUDA(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking));
   KD_CUDA(cudaMallocHost(reinterpret_cast<void**>(&staging_), kStaging));
-  constexpr size_t tickets = 4 * sizeof(cuda::Tickets), multiplied = (stream::kMostExperts + stream::kMostGroups) * sizeof(unsigned);
+  constexpr size_t tickets = 4 * sizeof(cuda::Tickets), multiplied = (stream::kMostExperts + stream::kMostGroups) * sizeof(unsigned) + stream::kRoutesBytes;
   KD_CUDA(cudaMalloc(reinterpret_cast<void**>(&tickets_), tickets + multiplied));
   KD_CUDA(cudaMemsetAsync(tickets_, 0, tickets + multiplied, stream_));
   multiplied_ = reinterpret_cast<unsigned*>(tickets_ + 4);

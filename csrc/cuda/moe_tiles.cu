@@ -47,8 +47,9 @@ void CudaBackend::launch_tiles(const char* name, const MoeArgs& a, bool down, bo
   q.tickets = unit_tickets(down);
   q.normed = !down && routed ? a.max_rows : 0;
   if (tiles_together(a)) {
+    q.routes = multiplied_ + stream::kMostExperts + stream::kMostGroups;
     q.multiplied = multiplied_, q.shared_multiplied = &unit_tickets(true)->ahead;
-    q.before = a.gate.n / stream::moe_outputs(false), q.shared_before = stream::tile_groups(false, a.shared_gate.n);
+    q.before = a.gate.n / stream::moe_outputs(false), q.shared_before = stream::tile_groups(false, a.shared_gate.n) + 1;
   }
   const auto kernel = down ? &tile_moe_kernel<TileMoeShape<true, V.depth, V.span, V.resident>> : &tile_moe_kernel<TileMoeShape<false, V.depth, V.span, V.resident>>;
   const size_t shared = stream::tile_shared(V);

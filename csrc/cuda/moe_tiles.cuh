@@ -31,7 +31,8 @@ struct TileMoeParams {
   // Where gate and up count the tiles they have done, for down to begin before they have ended: of each distinct expert, and of the shared one. Null:
   // down waits for their end.
   unsigned *multiplied, *shared_multiplied;
-  int before, shared_before;  // down: of a turn of an expert's rows, and of the shared expert's, in groups of kTileWarps
+  int before, shared_before;  // down: of a turn of an expert's rows, and of the shared expert's, in groups of kTileWarps, one more for the routes
+  void* routes;               // as gate and up have found them
   float4* parts;       // [groups, kSegments, kTileWarps, shared_columns, kWarp]: the shared expert's sums of a segment, as lanes have them
   unsigned* met;       // [groups] segments whose sums are there
   int shared_columns;  // tiles of eight of the step's rows
@@ -70,10 +71,17 @@ __global__ __launch_bounds__(kTileMoeThreads, S::RESIDENT) void tile_moe_kernel(
   constexpr int STAGE = stream::kTileStage, RUN = stream::kTileRun;
   const StreamMoeParams& p = q.p;
   extern __shared__ __align__(128) uint8_t dynamic[];
-  __shared__ Routes<stream::moe_rows(false) * kMostTopK> routes;
+  using AllRoutes = Routes<stream::moe_rows(false) * kMostTopK>;
+  constexpr int ROUTES = (sizeof(AllRoutes) + 15) / 16 * 16;
+  static_assert(ROUTES <= stream::kRoutesBytes, "room for the routes");
+  __shared__ union alignas(16) {
+    AllRoutes of;
+    uint4 pieces[ROUTES / 16];
+  } held;
+  AllRoutes& routes = held.of;
   // done, told: of every other unit, the warps have multiplied it, and it has been told of. rows_there: the shared expert's may be read. ended: the launch
   // before has.
-  __shared__ uint64_t full[DEPTH], empty[DEPTH], done[2], told[2], rows_there, routed, ended;
+  __shared__ uint64_t full[DEPTH], empty[DEPTH], done[2], told[2], rows_there, routed, routes_there, ended;
   __shared__ int32_t ids[stream::moe_rows(false) * kMostTopK];
   __shared__ TileWork works[WORKS];  // those asked for, each at least a stage, the one at hand and the end
   const uint32_t ring = (shared_address(dynamic) + stream::kBoxAlign - 1) / stream::kBoxAlign * stream::kBoxAlign;
@@ -96,6 +104,7 @@ __global__ __launch_bounds__(kTileMoeThreads, S::RESIDENT) void tile_moe_kernel(
     }
     for (int i = 0; i < 2; ++i) barrier_init(done_at + i * 8, WARPS), barrier_init(told_at + i * 8, 1);
     for (const uint32_t at : {rows_there_at, routed_at, ended_at}) barrier_init(at, kWarp);
+    barrier_init(shared_address(&routes_there), 1);
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // the copy engine is to see the barriers
   }
   __syncthreads();
@@ -211,25 +220,52 @@ __global__ __launch_bounds__(kTileMoeThreads, S::RESIDENT) void tile_moe_kernel(
       __syncwarp();
       barrier_arrive(rows_there_at);
     }
-    if (!DOWN || rows <= 0) wait_for_previous();
     if (rows > 0) {
-      if (!DOWN && !early) barrier_arrive(rows_there_at);
-      // All at once: behind the weights that are under way a load takes microseconds.
-      constexpr int HELD = 16;
-      for (int base = lane; base < rows * p.top_k; base += HELD * kWarp) {
-        int32_t v[HELD];
+      // The ids, all at once: behind the weights that are under way a load takes microseconds.
+      const auto read_ids = [&]() {
+        constexpr int HELD = 16;
+        for (int base = lane; base < rows * p.top_k; base += HELD * kWarp) {
+          int32_t v[HELD];
 #pragma unroll
-        for (int i = 0; i < HELD; ++i) v[i] = p.ids[min(base + i * kWarp, rows * p.top_k - 1)];
+          for (int i = 0; i < HELD; ++i) v[i] = p.ids[min(base + i * kWarp, rows * p.top_k - 1)];
 #pragma unroll
-        for (int i = 0; i < HELD; ++i) {
-          if (base + i * kWarp < rows * p.top_k) ids[base + i * kWarp] = v[i];
+          for (int i = 0; i < HELD; ++i) {
+            if (base + i * kWarp < rows * p.top_k) ids[base + i * kWarp] = v[i];
+          }
+        }
+        __syncwarp();
+      };
+      if (DOWN && tells) {
+        if (lane == 0) {
+          asm volatile("fence.proxy.async.global;" ::: "memory");
+          barrier_expect(shared_address(&routes_there), ROUTES);
+          copy_run(shared_address(&held), q.routes, ROUTES, shared_address(&routes_there));
+        }
+        barrier_wait(shared_address(&routes_there), 0);
+      } else {
+        // Once without effect where there is time, for the code to be there.
+        if (early && lane < p.top_k) ids[lane] = lane;
+        __syncwarp();
+#pragma unroll 1
+        for (int pass = early ? 0 : 1; pass < 2; ++pass) {
+          if (pass == 1) {
+            if (!DOWN) wait_for_previous();
+            if (!DOWN && !early) barrier_arrive(rows_there_at);
+            read_ids();
+          }
+          find_routes<stream::kTileColumns, kWarp>(routes, ids, pass == 0 ? 1 : rows, p.top_k, p.experts);
+        }
+        if (DOWN) {  // the ids are older than the launch before
+          wait_for_previous();
+          barrier_arrive(rows_there_at);
         }
       }
-      __syncwarp();
-      find_routes<stream::kTileColumns, kWarp>(routes, ids, rows, p.top_k, p.experts);
-      if (DOWN && !tells) wait_for_previous();
-      if (DOWN && !early) barrier_arrive(rows_there_at);
       barrier_arrive(routed_at);
+      if (!DOWN && tells && block == 0) {
+        for (int i = lane; i < ROUTES / 16; i += kWarp) __stcg(static_cast<uint4*>(q.routes) + i, held.pieces[i]);
+        __syncwarp();
+        if (lane == 0) ticket_add(q.shared_multiplied, 1);
+      }
       // Whoever has a group's last segment adds them all.
       const auto add_segments = [&](int group) {
         const float4* const from = q.parts + static_cast<size_t>(group) * (kSegments * WARPS) * (q.shared_columns * kWarp) + lane;
@@ -281,8 +317,9 @@ __global__ __launch_bounds__(kTileMoeThreads, S::RESIDENT) void tile_moe_kernel(
         wait_for_previous();
         barrier_arrive(ended_at);
       }
-    } else if (!early) {
-      barrier_arrive(rows_there_at);
+    } else {
+      wait_for_previous();
+      if (!early) barrier_arrive(rows_there_at);
     }
   } else {
     int slot = 0, phase = 0, piece = 0;
