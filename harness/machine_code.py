@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 OPERAND_REGISTERS = 4
 """32-bit registers of an A operand: 64 rows of 32 bytes over 128 threads, whatever the type."""
@@ -22,6 +22,7 @@ MOST_GROUPS = 8
 """Groups that a wait can leave in flight are at most 7: beyond that many, states need not be told apart."""
 
 _LINE = re.compile(r"\s*/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;")
+_CONTROL = re.compile(r"\s*/\* 0x([0-9a-f]{16}) \*/\s*$")
 _PARTS = re.compile(r"(?:@(!?U?P[T\d])\s+)?([A-Z][A-Z0-9_.]*)\s*(.*)")
 _PRODUCT = re.compile(r"[A-Z]GMMA\.\S+ R\d+, [-|~]?R(\d+)[^,]*, gdesc")
 _WAIT = re.compile(r"(?:@U?PT )?WARPGROUP\.DEPBAR\.LE gsb0, 0x([0-9a-f]+)")
@@ -36,6 +37,8 @@ class Instruction:
     address: int
     text: str
     """Without address, encoding and semicolon; a predicate stands before it."""
+    control: int = 0
+    """The upper 23 bits of its encoding, which say when it may be issued; 0 where no encoding is printed."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,8 @@ def kernels(sass: str) -> dict[str, list[Instruction]]:
             body = found.setdefault(named.group(1), [])
         elif matched := _LINE.match(line):
             body.append(Instruction(int(matched.group(1), 16), matched.group(2)))
+        elif (upper := _CONTROL.match(line)) and body:
+            body[-1] = replace(body[-1], control=int(upper.group(1), 16) >> 41)
     return found
 
 
@@ -111,7 +116,7 @@ def written(text: str) -> frozenset[int]:
     return frozenset(range(int(first.group(1)), int(first.group(1)) + _width(name))) if first else frozenset()
 
 
-def _next(body: Sequence[Instruction], index: int, at: Mapping[int, int]) -> list[int]:
+def following(body: Sequence[Instruction], index: int, at: Mapping[int, int]) -> list[int]:
     """Where control may go from an instruction."""
     parts = _PARTS.match(body[index].text)
     following = [index + 1] if index + 1 < len(body) else []
@@ -136,7 +141,7 @@ def _in_flight(kernel: str, body: Sequence[Instruction], at: Mapping[int, int], 
     registers = operand(body[product].text)
     found: set[Hazard] = set()
     # A state is an instruction to come and how many groups have been closed since the product, its own among them.
-    todo = [(index, int("gsb0" in body[product].text)) for index in _next(body, product, at)]
+    todo = [(index, int("gsb0" in body[product].text)) for index in following(body, product, at)]
     seen = set(todo)
     while todo:
         index, groups = todo.pop()
@@ -147,7 +152,7 @@ def _in_flight(kernel: str, body: Sequence[Instruction], at: Mapping[int, int], 
             found.add(Hazard(kernel, body[index], body[product]))
         if "GMMA" in text and "gsb0" in text:
             groups = min(groups + 1, MOST_GROUPS)
-        for state in ((after, groups) for after in _next(body, index, at)):
+        for state in ((after, groups) for after in following(body, index, at)):
             if state not in seen:
                 seen.add(state)
                 todo.append(state)

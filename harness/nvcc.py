@@ -2,12 +2,13 @@
 
 Guarantees: the flags are those of ``harness/build.py``; a warning of nvcc, of ptxas or of the host compiler is a
 failure, and so is a kernel that spills registers. On Hopper the machine code is read too, where ``cuobjdump`` is found:
-a write to a register that a product in flight still reads (``harness/machine_code.py``) is a failure. A result is
-cached by everything it depends on (the source, every header of ``csrc/``, the flags, the compiler), so a second run
-compiles only what changed. A source is compiled for all its architectures in one go: its host code is read once.
+a write to a register that a product in flight still reads (``harness/machine_code.py``) is a failure, and so is an
+arrival at a barrier ahead of the reads that it tells of (``harness/pending_reads.py``). A result is cached by everything
+it depends on (the source, every header of ``csrc/``, the flags, the compiler), so a second run compiles only what
+changed. A source is compiled for all its architectures in one go: its host code is read once.
 
-``python -m harness.nvcc [--arch 9.0 12.0] [--debug] [--json]``; exit status 0 clean, 1 a warning, an error, a spill or
-an operand overwritten in flight, 3 no nvcc.
+``python -m harness.nvcc [--arch 9.0 12.0] [--debug] [--json]``; exit status 0 clean, 1 a warning, an error, a spill, an
+operand overwritten in flight or an early arrival, 3 no nvcc.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from harness import build, environment, machine_code, toolchain
+from harness import build, environment, machine_code, pending_reads, toolchain
 from harness.cells import FAILED, INFRASTRUCTURE, PASSED
 from harness.cli import Parser
 from harness.files import write_atomic
@@ -33,7 +34,8 @@ from harness.files import write_atomic
 TARGETS = ("9.0", "12.0")
 """Hopper and Blackwell: the architectures that every change is compiled for."""
 READ = "9.0a"
-"""Whose machine code is read: only Hopper has products that run on beside what follows them."""
+"""Whose machine code is read: only Hopper has products that run on beside what follows them, and rings that the copy
+engine fills."""
 
 
 @dataclass(frozen=True)
@@ -103,8 +105,9 @@ def readable(names: Sequence[str]) -> list[str]:
     return short
 
 
-def overwritten(cuobjdump: str, compiled: Path, expected: Sequence[Kernel]) -> str:
-    """What is wrong in an object's machine code, a line a write to an operand in flight; ``""`` for nothing."""
+def misordered(cuobjdump: str, compiled: Path, expected: Sequence[Kernel]) -> str:
+    """What is wrong in an object's machine code, a line a write to an operand in flight and a line an early arrival;
+    ``""`` for nothing."""
     # cuobjdump leaves the disassembling to nvdisasm, which it looks for on PATH alone.
     path = os.pathsep.join([str(Path(cuobjdump).parent), os.environ.get("PATH", "")])
     command = [cuobjdump, "-arch", f"sm_{READ.replace('.', '')}", "-sass", str(compiled)]
@@ -114,9 +117,12 @@ def overwritten(cuobjdump: str, compiled: Path, expected: Sequence[Kernel]) -> s
     shown = machine_code.kernels(done.stdout)
     if missing := [kernel.name for kernel in expected if not shown.get(kernel.name)]:
         return f"cuobjdump shows no machine code of {readable(missing)[0]}"
-    found = machine_code.hazards(done.stdout)
-    names = readable([hazard.kernel for hazard in found])
-    return "\n".join(str(replace(hazard, kernel=name)) for hazard, name in zip(found, names, strict=True))
+    hazards, early = machine_code.hazards(done.stdout), pending_reads.early_arrivals(done.stdout)
+    names = dict(zip(shown, readable(list(shown)), strict=True))
+    return "\n".join(
+        [str(replace(hazard, kernel=names[hazard.kernel])) for hazard in hazards]
+        + [str(replace(arrival, kernel=names[arrival.kernel])) for arrival in early]
+    )
 
 
 @dataclass(frozen=True)
@@ -133,8 +139,8 @@ class Compiler:
         """Where the kernels of a source that passed are."""
         # That the code was looked at is part of the key: it was not on a machine without cuobjdump, which has put its
         # result into the same cache.
-        looked = self._looks(arch)
-        judges = [Path(name).read_text("utf-8") for name in (__file__, *([machine_code.__file__] if looked else []))]
+        looked, read = self._looks(arch), (machine_code.__file__, pending_reads.__file__)
+        judges = [Path(name).read_text("utf-8") for name in (__file__, *(read if looked else []))]
         digest = hashlib.sha256(json.dumps([self.version, flags([arch], self.debug), judges]).encode())
         for path in [source, *sorted(p for p in build.CSRC.rglob("*.*h") if p.suffix in (".h", ".cuh"))]:
             digest.update(f"{path.relative_to(build.ROOT)}\0".encode() + path.read_bytes())
@@ -169,7 +175,7 @@ class Compiler:
             complaints = {}
             for arch in missing:
                 here = [kernel for kernel in made if kernel.arch == arch]
-                if self._looks(arch) and (wrong := overwritten(self.cuobjdump, out, here)):
+                if self._looks(arch) and (wrong := misordered(self.cuobjdump, out, here)):
                     complaints[arch] = wrong
                 else:
                     write_atomic(files[arch], json.dumps([asdict(k) for k in here]).encode())
@@ -194,7 +200,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="python -m harness.nvcc",
         description="Compile csrc/cuda for every target architecture; registers, shared memory and spills per kernel.",
         epilog=f"exit status: {PASSED} clean,"
-        f" {FAILED} a warning, an error, a spill or an operand overwritten in flight,"
+        f" {FAILED} a warning, an error, a spill, an operand overwritten in flight or an arrival ahead of reads,"
         f" {INFRASTRUCTURE} no usable nvcc",
     )
     parser.add_argument("--arch", nargs="+", default=list(TARGETS), metavar="N.N", help="CUDA capabilities")
