@@ -3,7 +3,7 @@
 Guarantees: the flags are those of ``harness/build.py``; a warning of nvcc, of ptxas or of the host compiler is a
 failure, and so is a kernel that spills registers. On Hopper the machine code is read too, where ``cuobjdump`` is found:
 a write to a register that a product in flight still reads (``harness/machine_code.py``) is a failure, and so is an
-arrival at a barrier ahead of the reads that it tells of (``harness/pending_reads.py``). A result is cached by everything
+arrival at a barrier ahead of the reads that it tells of (``harness/pending_reads.py``). A result is cached by all that
 it depends on (the source, every header of ``csrc/``, the flags, the compiler), so a second run compiles only what
 changed. A source is compiled for all its architectures in one go: its host code is read once.
 

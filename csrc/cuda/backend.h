@@ -202,7 +202,7 @@ class CudaBackend final : public Backend {
   std::map<char*, Allocation> allocations_;
   MemoryInfo memory_{0, 0};
   char* staging_ = nullptr;  // pinned, for small downloads
-  void* exchange_ = nullptr;      // where wgmma_: stream::wide_exchange bytes, for linear_wide
+  void* exchange_ = nullptr;      // where wgmma_: stream::wide_exchange bytes, for linear_wide and moe_tiles
   unsigned* arrivals_ = nullptr;  // and stream::wide_counters bytes: each a multiple of eight between launches
   cuda::Tickets* tickets_ = nullptr;  // of the router and of down, where blocks of a launch meet, and of gate and up's and down's units
   unsigned* multiplied_ = nullptr;    // of each distinct expert of a step, the tiles of gate and up that are done
