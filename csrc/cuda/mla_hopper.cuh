@@ -345,6 +345,9 @@ __global__ __launch_bounds__(kHopperThreads, 1) void hopper_attention_kernel(con
     fetch_map(p.q_lat), fetch_map(p.q_rope), fetch_map(p.latents), fetch_map(p.k_ropes);
     for (int i = 0; i < 2; ++i) fetch_map(p.some_latents[i]), fetch_map(p.some_k_ropes[i]);
   }
+  // A step's weights have driven the paths out of L2: there is time to have them back before the gatherers ask. A hint, so they may be old.
+  const int row = static_cast<int>(threadIdx.x) - kGroup;
+  if (row >= 0 && row < p.parts.rows) prefetch(p.path + static_cast<size_t>(p.parts.first_row + row) * p.path_stride);
   __syncwarp();
   switch (threadIdx.x / kGroup) {
     case 0:

@@ -163,6 +163,7 @@ __device__ __forceinline__ void copy_box(const CUtensorMap& map, uint32_t to, un
 // The tile of a buffer.
 __device__ __forceinline__ uint32_t tile_of(const HopperShared& s, int buffer) { return shared_address(s.keys) + buffer * kTileBytes; }
 __device__ __forceinline__ void fetch_map(const CUtensorMap& map) { asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory"); }
+__device__ __forceinline__ void prefetch(const void* at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at)); }
 __device__ __forceinline__ float exp2_fast(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
