@@ -12,10 +12,11 @@ import math
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed, wait
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 from harness import bundles, plain_json
 from harness.bundle_lock import BundleError
@@ -190,10 +191,14 @@ def build_only(faults: Sequence[Fault], workshop: Workshop, workers: int, say: b
     broken = 0
     with ThreadPoolExecutor(workers) as pool:
         waiting = {pool.submit(build, fault): fault for fault in faults}
-        for done, future in enumerate(as_completed(waiting), 1):
-            said = future.result()
-            broken += not said.endswith(" compiled")
-            say(f"[{done:3d}/{len(faults)}] {waiting[future].name:<34} {said}")
+        try:
+            for done, future in enumerate(as_completed(waiting), 1):
+                said = future.result()
+                broken += not said.endswith(" compiled")
+                say(f"[{done:3d}/{len(faults)}] {waiting[future].name:<34} {said}")
+        except BaseException:
+            abandon(pool, waiting)
+            raise
     return INFRASTRUCTURE if broken else PASSED
 
 
@@ -208,6 +213,13 @@ def compile_only(faults: Sequence[Fault], device: str, as_json: bool, say: bundl
     if as_json:
         print(plain_json.text(broken))
     return INFRASTRUCTURE if broken else PASSED
+
+
+def abandon(pool: ThreadPoolExecutor, waiting: Iterable[Future[Any]]) -> None:
+    """Drop what has not begun and kill the cells under way, until no worker has one: an interrupt waits for none."""
+    pool.shutdown(wait=False, cancel_futures=True)
+    while wait(waiting, timeout=0.2).not_done:
+        mutants_run.kill_all()
 
 
 def run_all(
@@ -249,8 +261,9 @@ def run_all(
                 counted = f"[{len(results):3d}/{len(faults)}]"
                 say(f"{counted} {line(result)}; {result.seconds:.1f} s, about {math.ceil(left / 60)} min left")
                 keep([results[fault.name] for fault in faults if fault.name in results])
-        finally:
-            pool.shutdown(cancel_futures=True)
+        except BaseException:
+            abandon(pool, waiting)
+            raise
     workshop.prune()
     taken = time.monotonic() - start
     say(f"{len(faults)} faults and controls in {taken:.0f} s with {workers} workers")

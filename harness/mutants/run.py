@@ -136,6 +136,12 @@ def serve(modules: Sequence[str] = ("torch", "harness.runner", "harness.mutants.
     context.set_forkserver_preload([__name__, *modules])
 
 
+def kill_all() -> None:
+    """End every run under way, whatever its cell is waiting for; its outcome is of no worth."""
+    for process in multiprocessing.active_children():
+        process.kill()
+
+
 def _child(report: Connection, device: str, isa: str, library: str, names: list[str], bundles: dict[str, Path]) -> None:
     os.environ["KDTREE_THREADS"] = str(THREADS)
     os.environ.pop("KDTREE_ISA", None)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import subprocess
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -248,6 +250,27 @@ def test_what_has_ended_is_kept_when_a_run_is_cut_off(monkeypatch: pytest.Monkey
     with pytest.raises(KeyboardInterrupt):
         mutants.main(["-k", "unedited or tensor_twice", "--workers", "1", "--out", str(out)])
     assert [record["name"] for record in json.loads(out.read_text())] == ["unedited"]
+
+
+def test_an_interrupt_waits_for_no_cell(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun = threading.Event()
+
+    def one(fault: Fault, *_: object) -> Result:
+        if fault.name == "tensor_twice":
+            assert begun.wait(20)
+            raise KeyboardInterrupt
+        process = multiprocessing.get_context("forkserver").Process(target=time.sleep, args=(60,), daemon=True)
+        process.start()
+        begun.set()
+        process.join()
+        return Result(fault, Outcome(ran=9), 1.0)
+
+    monkeypatch.setattr(mutants, "one", one)
+    monkeypatch.setattr(mutants, "Workshop", lambda *_: type("W", (), {"reach": lambda self, edited: 1})())
+    start = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        mutants.main(["-k", "unedited or tensor_twice", "--workers", "2"])
+    assert time.monotonic() - start < 30
 
 
 @pytest.mark.parametrize("folder", ["bundles", "checkout"])
