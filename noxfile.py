@@ -30,10 +30,14 @@ PROJECT = nox.project.load_toml("pyproject.toml")["project"]
 
 
 def end(number: int, frame: FrameType | None) -> NoReturn:
-    """Told to end, nox ends what it runs as a terminal's Ctrl-C would; by itself it would leave it running."""
+    """Told to end, nox ends what it runs as a terminal's Ctrl-C would; by itself it would leave it running.
+
+    A script's background job ignores Ctrl-C, and so does all that it starts: that is told to end in the same words.
+    """
+    tell = signal.SIGTERM if signal.getsignal(signal.SIGINT) is signal.SIG_IGN else signal.SIGINT
     with contextlib.suppress(OSError):  # no Linux
         for child in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split():
-            os.kill(int(child), signal.SIGINT)
+            os.kill(int(child), tell)
     raise KeyboardInterrupt
 
 

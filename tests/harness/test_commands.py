@@ -253,7 +253,14 @@ def test_nox_ends_what_it_runs_and_lets_it_clean_up(tmp_path: Path, number: int)
     command = [sys.executable, "-m", "nox", "--no-venv", "-s", "test", "--", *sleeping]
     own = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-    with subprocess.Popen(command, cwd=ROOT, text=True, env=own, **pipes) as nox:  # type: ignore[call-overload]
+
+    def heeds_ctrl_c() -> None:
+        """This run may be a script's background job, which ignores it."""
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+    with subprocess.Popen(  # type: ignore[call-overload]
+        command, cwd=ROOT, text=True, env=own, preexec_fn=heeds_ctrl_c, **pipes
+    ) as nox:
         assert nox.stdout is not None
         pid = next(int(line) for line in nox.stdout if line.strip().isdigit())
         nox.send_signal(number)
