@@ -12,8 +12,11 @@ it is followed, branches by both ends. Not followed: jumps to an address in a re
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
+
+State = TypeVar("State")
 
 OPERAND_REGISTERS = 4
 """32-bit registers of an A operand: 64 rows of 32 bytes over 128 threads, whatever the type."""
@@ -136,27 +139,36 @@ def following(body: Sequence[Instruction], index: int, at: Mapping[int, int]) ->
     return following
 
 
+def reached(begun: Iterable[State], after: Callable[[State], Iterable[State]]) -> Iterator[State]:
+    """Every state on the ways that begin so, once each, where ``after`` says which may follow one."""
+    todo = list(begun)
+    seen = set(todo)
+    while todo:
+        state = todo.pop()
+        yield state
+        for next_state in after(state):
+            if next_state not in seen:
+                seen.add(next_state)
+                todo.append(next_state)
+
+
 def _in_flight(kernel: str, body: Sequence[Instruction], at: Mapping[int, int], product: int) -> set[Hazard]:
     """The writes to one product's operand on the ways from it to the waits for it."""
     registers = operand(body[product].text)
-    found: set[Hazard] = set()
     # A state is an instruction to come and how many groups have been closed since the product, its own among them.
-    todo = [(index, int("gsb0" in body[product].text)) for index in following(body, product, at)]
-    seen = set(todo)
-    while todo:
-        index, groups = todo.pop()
+    begun = [(index, int("gsb0" in body[product].text)) for index in following(body, product, at)]
+
+    def after(state: tuple[int, int]) -> Iterable[tuple[int, int]]:
+        index, groups = state
         text = body[index].text
         if (wait := _WAIT.match(text)) and groups > int(wait.group(1), 16):
-            continue  # of so many groups this one is older than those that may stay in flight
-        if written(text) & registers:
-            found.add(Hazard(kernel, body[index], body[product]))
+            return ()  # of so many groups this one is older than those that may stay in flight
         if "GMMA" in text and "gsb0" in text:
             groups = min(groups + 1, MOST_GROUPS)
-        for state in ((after, groups) for after in following(body, index, at)):
-            if state not in seen:
-                seen.add(state)
-                todo.append(state)
-    return found
+        return ((index, groups) for index in following(body, index, at))
+
+    ways = (body[index] for index, _ in reached(begun, after))
+    return {Hazard(kernel, instruction, body[product]) for instruction in ways if written(instruction.text) & registers}
 
 
 def hazards(sass: str) -> list[Hazard]:

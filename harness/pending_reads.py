@@ -17,7 +17,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from harness.machine_code import Instruction, following, kernels
+from harness.machine_code import Instruction, following, kernels, reached
 
 _READ = re.compile(r"(?:@!?U?P[T\d]\s+)?(?:LDS(?:\.U)?\.(?:64|128)|LDSM\.\S+)\s")
 _ARRIVAL = re.compile(r"(?:@!?U?P[T\d]\s+)?SYNCS\.ARRIVE\.TRANS64\.A1T0\s")
@@ -52,20 +52,13 @@ def waits_for(instruction: Instruction) -> int:
 def _ahead_of(kernel: str, body: Sequence[Instruction], at: Mapping[int, int], read: int) -> set[EarlyArrival]:
     """The arrivals on the ways from one read to the waits for it."""
     board = 1 << scoreboard(body[read])
-    found: set[EarlyArrival] = set()
-    todo = following(body, read, at)
-    seen = set(todo)
-    while todo:
-        index = todo.pop()
-        if waits_for(body[index]) & board:
-            continue
-        if _ARRIVAL.match(body[index].text):
-            found.add(EarlyArrival(kernel, body[index], body[read]))
-        for after in following(body, index, at):
-            if after not in seen:
-                seen.add(after)
-                todo.append(after)
-    return found
+
+    def waited(index: int) -> bool:
+        return bool(waits_for(body[index]) & board)
+
+    ways = reached(following(body, read, at), lambda index: () if waited(index) else following(body, index, at))
+    arrivals = (index for index in ways if _ARRIVAL.match(body[index].text) and not waited(index))
+    return {EarlyArrival(kernel, body[index], body[read]) for index in arrivals}
 
 
 def early_arrivals(sass: str) -> list[EarlyArrival]:
