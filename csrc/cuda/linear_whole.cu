@@ -37,10 +37,7 @@ __global__ __launch_bounds__(kThreads, 1) void whole_kernel(const __grid_constan
   const int unit = begin_of(0), chunks = begin_of(GROUPS) - unit;
   // [chunk] activations; [block of the cluster, from the next one on][segment] sums, of which this block's take the place of rings.
   const uint32_t staged = shared_address(smem), sums = staged + kWholeUnits * kChunkBytes, rings = sums + (kWholeCluster - 1) * EACH * SUM;
-  const auto ring_of = [&](int group) {
-    const uint32_t weights = rings + group * kWholeDepth * kWideWeightSlot, scales = rings + (GROUPS * kWideWeightSlot + group * kWideScaleSlot) * kWholeDepth;
-    return WideRing{weights, scales, shared_address(landed[group]), shared_address(freed[group]), kWholeDepth};
-  };
+  const auto ring_of = [&](int group) { return ring_at(rings, group, kWholeDepth, landed[group], freed[group]); };
   // The block adds the tile of its own place, and multiplies that last.
   const auto place_of = [&](int turn) { return (rank + 1 + turn) % kWholeCluster; };
   const auto tile_of = [&](int turn) { return static_cast<int>(blockIdx.x) / kWholeCluster * kWholeCluster + place_of(turn); };

@@ -49,11 +49,7 @@ __global__ __launch_bounds__(kThreads, 1) void wide_boxes_kernel(const __grid_co
   const int units = p.k / UNIT, unit = segment_begin(segment, units), chunks = segment_begin(segment + 1, units) - unit;
   const int count = group < p.tiles ? (p.tiles - group + groups - 1) / groups : 0;  // tiles: group, group + groups, ...
   const uint32_t staged = shared_address(smem), rings = staged + chunks * kChunkBytes;
-  const auto ring_of = [&](int of_warpgroup) {
-    const uint32_t weights = rings + of_warpgroup * p.depth * kWideWeightSlot;
-    const uint32_t scales = rings + (GROUPS * kWideWeightSlot + of_warpgroup * kWideScaleSlot) * p.depth;
-    return WideRing{weights, scales, shared_address(landed[of_warpgroup]), shared_address(freed[of_warpgroup]), p.depth};
-  };
+  const auto ring_of = [&](int warpgroup) { return ring_at(rings, warpgroup, p.depth, landed[warpgroup], freed[warpgroup]); };
 
   if (threadIdx.x == 0) {
     for (int c = 0; c < chunks; ++c) barrier_init(shared_address(come + c), 1), barrier_init(shared_address(in_order_at + c), 4);

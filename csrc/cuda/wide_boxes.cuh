@@ -138,6 +138,11 @@ struct WideRing {
   uint32_t weights, scales, landed, freed;
   int depth;
 };
+// Ring `group` of those that begin at `rings`: all slots of weights, then all of scales. Its barriers: the ring's own.
+__device__ __forceinline__ WideRing ring_at(uint32_t rings, int group, int depth, const uint64_t* landed, const uint64_t* freed) {
+  const uint32_t weights = rings + group * depth * kWideWeightSlot, scales = rings + (kWideBoxGroups * kWideWeightSlot + group * kWideScaleSlot) * depth;
+  return WideRing{weights, scales, shared_address(landed), shared_address(freed), depth};
+}
 __device__ __forceinline__ void init_ring(const WideRing& ring) {
   for (int i = 0; i < ring.depth; ++i) barrier_init(ring.landed + i * 8, 1), barrier_init(ring.freed + i * 8, 4);
 }
