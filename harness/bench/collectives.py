@@ -8,7 +8,6 @@ the engine's own all-gather through the ranks' windows. ``--json FILE`` keeps th
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 from engine.library import library, named_errors
 from engine.ranks.exchange import TorchExchange
 from engine.ranks.member import Window
+from harness import plain_json
 
 SIZES = (8, 1 << 10, 14 << 10, 28 << 10, 64 << 10, 112 << 10, 224 << 10, 448 << 10, 1 << 20, 4 << 20)
 CALLS = 20
@@ -118,9 +118,7 @@ def main() -> int:
         if exchange.window.addresses:
             note("all_gather_window", size, _through_windows(torch, exchange.window, rank, size))
     if rank == 0 and options.json:
-        options.json.write_text(
-            json.dumps({"nccl": torch.cuda.nccl.version(), "lines": found}, indent=1) + "\n", "utf-8"
-        )
+        options.json.write_text(plain_json.text({"nccl": torch.cuda.nccl.version(), "lines": found}) + "\n", "utf-8")
     dist.barrier()
     os._exit(0)  # graphs hold communicators that the end of the process would wait for
 

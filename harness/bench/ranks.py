@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -20,6 +19,7 @@ import numpy as np
 
 from engine import create
 from engine.session import CsrcEngine
+from harness import plain_json
 from harness.bench import k26, share, step
 from harness.environment import survey
 from harness.protocol import Engine
@@ -95,7 +95,7 @@ def main() -> int:
             real, graphs = "alone" not in label, not options.no_graphs
             found += measure(label, engine, options.file, precision, widths, logits, real, graphs)
             if options.json:
-                options.json.write_text(json.dumps(found, indent=1) + "\n", "utf-8")
+                options.json.write_text(plain_json.text(found) + "\n", "utf-8")
         if hasattr(engine, "close"):
             engine.close()
     return 1 if any(entry["equal"] is False for entry in found) else 0
