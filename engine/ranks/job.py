@@ -277,7 +277,7 @@ def _is_rank(pid: int) -> bool:
     """Whether a process is a rank, and not another one that got the number of a rank that has ended."""
     try:
         return WORKER.encode() in Path(f"/proc/{pid}/cmdline").read_bytes()
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # the second where it ends between opening and reading
         return not Path("/proc/self").exists()  # a system without /proc: there the number has to do
 
 

@@ -15,7 +15,6 @@ import argparse
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tarfile
@@ -27,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.gpu import survey
+from tests import processes
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = sys.executable
@@ -154,7 +154,7 @@ def end(name: str, running: tuple[subprocess.Popen[bytes], float], limit: float,
     try:
         status = process.wait(max(1.0, limit - (time.monotonic() - began)))
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
+        processes.tell(process.pid, group=True)
         process.wait()
         status = 124
     whole = (logs / f"{name}.log").read_text("utf-8", "replace")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -146,7 +145,7 @@ def test_one_run_at_a_time(locks: Path) -> None:
         assert len(told) == 1
         assert str(holder.pid) in told[0]
     finally:
-        os.kill(holder.pid, signal.SIGKILL)
+        holder.kill()
         holder.wait()
     with gpu.Lease(GPU, run="mine", timeout=5, say=told.append) as lease:
         assert f"process {os.getpid()}" in lease.holder()

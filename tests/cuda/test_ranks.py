@@ -6,7 +6,6 @@ Where there are fewer GPUs than ranks, these share them: their windows, kernels 
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import time
 from collections.abc import Iterator
@@ -29,6 +28,7 @@ from harness.protocol import F32, RankError
 from refs.config import ModelConfig
 from refs.drafter_config import split
 from refs.kdtr import read
+from tests import processes
 
 ALLOWED = 30.0  # seconds from the fault to the end of everything
 WEIGHT = "layers.1.experts.down.qw"
@@ -148,7 +148,7 @@ def test_a_rank_that_fails_ends_the_job_and_is_named_first(golden: Golden, fault
         if fault == "corrupted":
             session.flip(1, WEIGHT, 5)
         else:
-            os.kill(made.job.pids[1], signal.SIGKILL if fault == "killed" else signal.SIGSTOP)
+            assert processes.tell(made.job.pids[1], signal.SIGKILL if fault == "killed" else signal.SIGSTOP)
         start = time.monotonic()
         with pytest.raises(RankError) as caught:
             decode_for_ever(session, golden)
@@ -158,16 +158,8 @@ def test_a_rank_that_fails_ends_the_job_and_is_named_first(golden: Golden, fault
         assert str(caught.value).startswith(verdict)
         assert str(caught.value).splitlines()[1] == "  log of rank 1:"
         end = start + ALLOWED  # a killed process lives on while its GPU context is taken down
-        while any(map(alive, pids)) and time.monotonic() < end:
+        while any(map(processes.alive, pids)) and time.monotonic() < end:
             time.sleep(0.1)
-        assert not any(map(alive, pids))
+        assert not any(map(processes.alive, pids))
     finally:
         made.close()
-
-
-def alive(pid: int) -> bool:
-    """Whether a process runs; one that nobody has waited for yet does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except OSError:
-        return False

@@ -10,7 +10,6 @@ import json
 import multiprocessing
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -22,6 +21,7 @@ from harness import build as builder
 from harness import compiling, toolchain
 from harness.build import BuildError, build, main
 from harness.includes import closure
+from tests import processes
 
 ROOT = builder.ROOT
 SOURCE = '#include "value.h"\nextern "C" __attribute__((visibility("default"))) int value() { return VALUE; }\n'
@@ -244,12 +244,12 @@ def test_a_killed_build_is_no_obstacle(tree: Path) -> None:
             assert time.monotonic() < deadline, "the build did not start"
             time.sleep(0.05)
         assert child.pid is not None
-        os.kill(child.pid, signal.SIGKILL)
+        assert processes.tell(child.pid)
         child.join()
         start = time.monotonic()
         library = build()
         assert time.monotonic() - start < 30
-        os.killpg(child.pid, signal.SIGKILL)  # the compiler of the killed build, which ran on all the while
+        processes.tell(child.pid, group=True)  # the compiler of the killed build, which ran on all the while
     finally:
         del os.environ["CXX"]
     assert value(library) == 41

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import runpy
-import signal
 import subprocess
 import sys
 import time
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.sources import ROOT
+from tests import processes
 
 
 class Forks:
@@ -98,7 +98,7 @@ def _fork(call: Mapping[str, Any]) -> int | None:
         if done:
             return os.waitstatus_to_exitcode(status)
         time.sleep(0.01)
-    os.kill(pid, signal.SIGKILL)
+    processes.tell(pid)
     os.waitpid(pid, 0)
     return None
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from harness.sources import ROOT
+from tests import processes
 
 SLEEPS = """
 import os, time
@@ -45,12 +46,11 @@ def test_nox_ends_what_it_runs_and_lets_it_clean_up(tmp_path: Path, number: int)
         pid = next(int(line) for line in nox.stdout if line.strip().isdigit())
         nox.send_signal(number)
         if number == signal.SIGINT:  # a terminal's goes to both
-            os.kill(pid, number)
+            assert processes.tell(pid, number)
         left = nox.stdout.read()
     assert "cleaned up" in left
     assert nox.returncode not in (0, None)
-    with pytest.raises(ProcessLookupError):
-        os.kill(pid, 0)
+    assert not processes.alive(pid)
 
 
 @pytest.mark.slow

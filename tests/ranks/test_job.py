@@ -26,6 +26,7 @@ from harness.matrix import parse
 from harness.protocol import ConfigError, RankError, RequestError
 from harness.runner import Runner
 from harness.sources import ROOT
+from tests import processes
 
 ALLOWED = 30.0  # seconds from the fault to the end of everything
 WEIGHT = "layers.1.experts.down.qw"
@@ -36,39 +37,28 @@ def golden() -> Golden:
     return Golden.open(ensure(["experts"])["experts"], "int4")
 
 
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except OSError:
-        return False
-
-
 def policies(pid: int) -> set[int]:
     """How the threads of a rank that exchange are scheduled: its first one, and gloo's."""
-    tasks = [task for task in Path(f"/proc/{pid}/task").iterdir() if "gloo" in (task / "comm").read_text()]
-    return {os.sched_getscheduler(int(task)) for task in (pid, *(task.name for task in tasks))} if tasks else set()
+    gloo = [thread for thread, name in processes.threads(pid).items() if "gloo" in name]
+    found = {processes.scheduling(thread) for thread in (pid, *gloo)} if gloo else set()
+    return {policy for policy in found if policy is not None}
 
 
 def gone(pids: list[int], seconds: float) -> bool:
     end = time.monotonic() + seconds
-    while any(map(alive, pids)) and time.monotonic() < end:
+    while any(map(processes.alive, pids)) and time.monotonic() < end:
         time.sleep(0.1)
-    return not any(map(alive, pids))
+    return not any(map(processes.alive, pids))
 
 
 def corrupt(session: RankedSession, pid: int) -> None:
     """One bit of an expert in rank 1's memory, which maps the file read-only."""
-    at = session.weights()[1][WEIGHT][0]
-    with open(f"/proc/{pid}/mem", "r+b", buffering=0) as memory:
-        memory.seek(at + 5)
-        byte = memory.read(1)[0]
-        memory.seek(at + 5)
-        memory.write(bytes([byte ^ 1]))
+    assert processes.flip(pid, session.weights()[1][WEIGHT][0] + 5)
 
 
 def interrupt(session: RankedSession, pid: int) -> None:
     """A call that this process gives up before its answer comes."""
-    os.kill(pid, signal.SIGSTOP)
+    assert processes.tell(pid, signal.SIGSTOP)
     with pytest.raises(CellTimeout), limit(0.5, lambda: None):
         session.prefill([1, 2, 3])
 
@@ -78,9 +68,9 @@ def decode_for_ever(session: RankedSession, golden: Golden) -> None:
         session.decode(golden.request())
 
 
-FAULTS: dict[str, tuple[Callable[[RankedSession, int], None], str]] = {
-    "killed": (lambda _, pid: os.kill(pid, signal.SIGKILL), "rank 1 died of SIGKILL"),
-    "stopped": (lambda _, pid: os.kill(pid, signal.SIGSTOP), "rank 1 was not heard of for 8 s"),
+FAULTS: dict[str, tuple[Callable[[RankedSession, int], object], str]] = {
+    "killed": (lambda _, pid: processes.tell(pid), "rank 1 died of SIGKILL"),
+    "stopped": (lambda _, pid: processes.tell(pid, signal.SIGSTOP), "rank 1 was not heard of for 8 s"),
     "interrupted": (interrupt, "call was interrupted by CellTimeout in the process that asked"),
     "corrupted": (corrupt, f"rank 1 diverged: RankDiverged: rank 1 of 2: {WEIGHT} is not what was loaded"),
 }

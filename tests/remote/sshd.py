@@ -5,7 +5,6 @@ from __future__ import annotations
 import getpass
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import threading
@@ -14,6 +13,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
+
+from tests import processes
 
 SSHD = shutil.which("sshd", path=f"{os.environ.get('PATH', '')}:/usr/sbin:/usr/local/sbin") or ""
 
@@ -105,51 +106,20 @@ class Sshd:
     def sessions(self) -> list[int]:
         """The processes that serve connections, below the listener."""
         assert self.process is not None
-        return tree(self.process.pid)[1:]
+        return processes.tree(self.process.pid)[1:]
 
     def kill_sessions(self) -> None:
         """What a crash of the server's per-connection processes looks like from outside; commands are left alone."""
         for pid in self.sessions():
-            if Path(f"/proc/{pid}/comm").read_text().startswith("sshd"):
-                os.kill(pid, signal.SIGKILL)
+            if processes.name(pid).startswith("sshd"):
+                processes.tell(pid)  # which may end another of them before its turn comes
 
     def stop(self) -> None:
         if self.process is not None:
-            for pid in reversed(tree(self.process.pid)):
-                try:
-                    os.kill(pid, signal.SIGKILL)
-                except ProcessLookupError:
-                    continue
+            for pid in reversed(processes.tree(self.process.pid)):
+                processes.tell(pid)
             self.process.wait()
             self.process = None
-
-
-def tree(root: int) -> list[int]:
-    """A process and all that descends from it."""
-    children: dict[int, list[int]] = {}
-    for name in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            parent = int(Path(f"/proc/{name}/stat").read_text().rpartition(")")[2].split()[1])
-        except (OSError, ValueError):
-            continue
-        children.setdefault(parent, []).append(int(name))
-    found = [root]
-    for pid in found:
-        found += children.get(pid, [])
-    return found
-
-
-def alive(marker: str) -> list[int]:
-    """Processes other than zombies that have ``marker`` in their command line, this one excepted."""
-    found = []
-    for name in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            words = Path(f"/proc/{name}/cmdline").read_bytes()
-        except OSError:
-            continue
-        if marker.encode() in words and int(name) != os.getpid():
-            found.append(int(name))
-    return found
 
 
 class Relay:

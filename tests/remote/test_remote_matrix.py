@@ -32,8 +32,9 @@ from harness.remote.hosts import Host
 from harness.remote.order import Order, batch_line
 from harness.remote.run import assemble, blank
 from harness.sources import ROOT, describe
+from tests.processes import running
 from tests.remote.boxes import Box, Loopback, NoNamespaces, boxes
-from tests.remote.sshd import Sshd, alive, public
+from tests.remote.sshd import Sshd, public
 from tests.remote.support import ENVIRONMENT, FILTER, Remote, Server, matrix, until_it_says
 
 
@@ -164,10 +165,10 @@ def test_ctrl_c_ends_what_runs_there(remote: Remote) -> None:
     process, run_dir = remote.start(remote.host("box"), *matrix(k="fp32 and prompt1", engine="wrong:hang"))
     until_it_says(process, "collected")
     marker = str(remote.folder / "box" / "runs")
-    assert alive(marker)
+    assert running(marker)
     process.send_signal(signal.SIGINT)
     assert process.wait(40) == 130
-    assert alive(marker) == []
+    assert running(marker) == []
     assert "box: interrupted" in ledgers.read(run_dir).problems[0]
 
 

@@ -18,8 +18,8 @@ from harness.remote.link import LinkLost
 from harness.remote.ssh import connect
 from harness.remote.ssh_auth import ConnectionFailed
 from harness.remote.sync import working_tree
+from tests.processes import running
 from tests.remote.boxes import Box, NoNamespaces, boxes
-from tests.remote.sshd import alive
 from tests.remote.support import Open, Server, until
 
 
@@ -52,13 +52,13 @@ def test_a_dropped_link(box: Box, server: Server, connect: Open, tmp_path: Path,
     session = connect(at)
     session.sync(working_tree(repo))
     thread, errors = in_background(lambda: session.run(["sleep", marker], limit=60))
-    until(lambda: alive(marker), 10)
+    until(lambda: running(marker), 10)
     box.cut()
     began = time.monotonic()
     thread.join(20)
     assert [type(e) for e in errors] == [LinkLost]
     assert time.monotonic() - began < 3 + 5
-    until(lambda: not alive(marker), 15)  # the far side, too, has noticed, on its own
+    until(lambda: not running(marker), 15)  # the far side, too, has noticed, on its own
 
 
 @pytest.mark.slow

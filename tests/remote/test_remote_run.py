@@ -21,7 +21,9 @@ from harness.remote.hosts import Host, Limits
 from harness.remote.link import FarError, LinkLost
 from harness.remote.session import Session, Stopped
 from harness.remote.sync import working_tree
-from tests.remote.sshd import Relay, alive, public
+from tests import processes
+from tests.processes import running
+from tests.remote.sshd import Relay, public
 from tests.remote.support import QUICK, Open, Printed, Server, until
 
 
@@ -140,7 +142,7 @@ def test_the_time_limit_ends_everything(session: Session, marker: str) -> None:
     assert outcome.reason == "limit"
     assert "time limit" in outcome.trouble
     assert outcome.left == 0
-    assert alive(marker) == []
+    assert running(marker) == []
     assert time.monotonic() - began < 1.5 + 0.7 + 5
 
 
@@ -148,7 +150,7 @@ def test_the_time_limit_ends_everything(session: Session, marker: str) -> None:
 def test_what_a_command_leaves_behind_is_ended_with_it(session: Session, marker: str) -> None:
     outcome = session.run(family(marker, "leave"), limit=20)
     assert (outcome.status, outcome.reason) == (5, "")
-    assert alive(marker) == []
+    assert running(marker) == []
     assert session.run(["true"], limit=20).status == 0
 
 
@@ -160,7 +162,7 @@ def test_stopping_ends_everything(connect: Open, repo: Path, marker: str, printe
     threading.Timer(1, stop.set).start()
     outcome = session.run(family(marker), limit=60)
     assert outcome.reason == "cancelled"
-    assert alive(marker) == []
+    assert running(marker) == []
     with pytest.raises(Stopped):
         session.run(["true"], limit=20)
 
@@ -177,7 +179,7 @@ def in_background(session: Session, marker: str) -> tuple[threading.Thread, list
 
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
-    until(lambda: len(alive(marker)) >= 4, 10)
+    until(lambda: len(running(marker)) >= 4, 10)
     return thread, errors
 
 
@@ -187,32 +189,21 @@ def test_the_server_dies_in_the_middle(session: Session, server: Server, marker:
     server.sshd.kill_sessions()
     thread.join(10)
     assert [type(e) for e in errors] == [LinkLost]
-    assert until(lambda: not alive(marker), 15) < 15
+    assert until(lambda: not running(marker), 15) < 15
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", ["agent", "keeper"])
 def test_half_of_the_watchdog_is_killed(session: Session, marker: str, victim: str, host: Host) -> None:
-    """The agent and its keeper watch each other; both show the program's start line in /proc."""
+    """The agent and its keeper watch each other; both show the program's start line."""
     thread, errors = in_background(session, marker)
-    pair = sorted(alive("zlib.decompress"))
-    mine = [pid for pid in pair if Path(f"/proc/{pid}/cwd").exists()]
-    parents = {pid: int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]) for pid in mine}
-    sleeper = alive(marker)[0]
-    above = ancestors(sleeper)
-    agent = next(pid for pid in mine if pid in above and parents[pid] in mine)
-    os.kill(agent if victim == "agent" else parents[agent], signal.SIGKILL)
+    pair = running("zlib.decompress")
+    above = processes.ancestors(running(marker)[0])
+    agent, keeper = (pid for pid in above if pid in pair)
+    assert processes.tell(agent if victim == "agent" else keeper)
     thread.join(15)
     assert [type(e) for e in errors] == [LinkLost]
-    until(lambda: not alive(marker), 15)
-
-
-def ancestors(pid: int) -> set[int]:
-    found = set()
-    while pid > 1:
-        pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-        found.add(pid)
-    return found
+    until(lambda: not running(marker), 15)
 
 
 CLIENT = """
@@ -241,10 +232,10 @@ def client(server: Server, host: Host, repo: Path, argv: list[str]) -> subproces
 @pytest.mark.slow
 def test_the_client_is_killed(server: Server, host: Host, repo: Path, marker: str) -> None:
     process = client(server, host, repo, family(marker))
-    until(lambda: len(alive(marker)) >= 5, 15)  # the client's own command line has the number too
+    until(lambda: len(running(marker)) >= 5, 15)  # the client's own command line has the number too
     process.kill()
     process.wait()
-    seconds = until(lambda: not alive(marker), 15)
+    seconds = until(lambda: not running(marker), 15)
     print(f"no remote process is alive {seconds:.1f} s after the client's SIGKILL")
 
 
@@ -252,10 +243,10 @@ def test_the_client_is_killed(server: Server, host: Host, repo: Path, marker: st
 def test_the_client_hangs(server: Server, host: Host, repo: Path, marker: str) -> None:
     """Stopped, not dead: its kernel keeps the connection open, only the heartbeat is missing."""
     process = client(server, host, repo, family(marker))
-    until(lambda: len(alive(marker)) >= 5, 15)
+    until(lambda: len(running(marker)) >= 5, 15)
     process.send_signal(signal.SIGSTOP)
     try:
-        until(lambda: set(alive(marker)) == {process.pid}, 3 + 3 + 8)
+        until(lambda: set(running(marker)) == {process.pid}, 3 + 3 + 8)
     finally:
         process.kill()
         process.wait()
@@ -275,7 +266,7 @@ def silent_link(server: Server, connect: Open, tmp_path: Path, repo: Path, limit
         seconds = time.monotonic() - began
         assert [type(e) for e in errors] == [LinkLost]
         assert "nothing was heard" in str(errors[0])
-        until(lambda: not alive(marker), 15)
+        until(lambda: not running(marker), 15)
         return seconds
     finally:
         relay.close()
@@ -412,7 +403,7 @@ def under_python(session: Session, version: str, tmp_path: Path, repo: Path, pri
     assert session.run(["sh", "-c", "cat a.txt; exit 3"], limit=20).status == 3
     assert printed.out == "one\n"
     assert session.run(family(marker), limit=1).reason == "limit"
-    assert alive(marker) == []
+    assert running(marker) == []
     assert session.fetch("tree", tmp_path / "back" / version) == 6
     assert session.prune()["ok"]
 
