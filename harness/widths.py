@@ -112,7 +112,7 @@ def draw(golden: Golden, seed: int, *, ranked: bool = False) -> tuple[list[Prefi
     return paths, trees
 
 
-def check_widths(session: Session, golden: Golden, seed: int, *, ranked: bool = False) -> Check:
+def check_widths(session: Session, golden: Golden, seed: int, *, ranked: bool) -> Check:
     """One check over all widths; the value counts wrong rows."""
     paths, trees = draw(golden, seed, ranked=ranked)
     context, root = trees[0].context, trees[0].tokens[0]

@@ -6,7 +6,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,15 +26,14 @@ from harness.sources import ROOT
 from refs.model import Model
 
 pytestmark = pytest.mark.usefixtures("remembered")
-WIDTHS = {"MAX_ROWS": widths.MAX_ROWS, "PATHS": widths.PATHS, "DEPTH": widths.DEPTH}
 AR, TREE = Point("fp32", "ar", "micro", "", "cpu"), Point("int4", "ddtree", "micro", "noisy", "cpu")
 
 
 @pytest.fixture(autouse=True)
 def few_widths_and_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One test below looks at all 65 rows over all paths, and test_trace.py at traces; the others need neither."""
+    """test_widths.py looks at all 65 rows over all paths, and test_trace.py at traces; here neither is needed."""
     monkeypatch.setattr(harness.runner, "first_divergence", lambda *_: None)
-    for name, few in zip(WIDTHS, (9, 2, 4), strict=True):
+    for name, few in {"MAX_ROWS": 9, "PATHS": 2, "DEPTH": 4}.items():
         monkeypatch.setattr(widths, name, few)
 
 
@@ -244,29 +243,6 @@ def test_each_check_fails_under_its_own_name(micro: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(ReferenceEngine, "_session", lambda self, model, rows: session(model, rows))
     cell = run(micro, point)
     assert (cell.verdict, cell.detail.partition(":")[0]) == (verdict, check), describe(cell)
-
-
-def test_every_width_up_to_65_is_verified_and_paths_are_committed(micro: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, all_of_them in WIDTHS.items():
-        monkeypatch.setattr(widths, name, all_of_them)
-    seen: list[int] = []
-    committed: list[int] = []
-    verify, commit = ReferenceSession.verify, ReferenceSession.commit
-
-    def watched(self: ReferenceSession, tokens: Sequence[int], parents: Sequence[int]) -> F32:
-        seen.append(len(tokens))
-        return verify(self, tokens, parents)
-
-    def counted(self: ReferenceSession, path: Sequence[int]) -> None:
-        committed.append(len(path))
-        commit(self, path)
-
-    monkeypatch.setattr(ReferenceSession, "verify", watched)
-    monkeypatch.setattr(ReferenceSession, "commit", counted)
-    assert run(micro, TREE).verdict is Verdict.PASS
-    assert seen == list(range(1, 66))
-    assert len(committed) >= 6
-    assert max(committed) > 1
 
 
 def test_a_failing_tree_is_kept_with_the_golden_one(micro: Path) -> None:

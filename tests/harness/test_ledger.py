@@ -122,6 +122,7 @@ def test_an_edit_without_a_new_checksum_is_refused() -> None:
         (("schema",), 99, "schema: 99, this harness reads 1"),
         (("sources", "dirty"), "none", r"sources\.dirty: is str, not a list"),
         (("environments",), [], "environments: is list, not an object"),
+        (("sources",), 5, "sources: is int, not an object"),
     ],
 )
 def test_a_forged_field_is_named(path: tuple[str | int, ...], value: object, message: str) -> None:
@@ -142,10 +143,20 @@ def test_a_pass_without_checks_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "data", [b"", b"[]", b"{", b"\xff", b'{"a": NaN}', b'{"a": 1, "a": 2}', b'{"a": 1e999}', b"[" * 100_000]
+    ("data", "message"),
+    [
+        (b"", "is not JSON"),
+        (b"{", "is not JSON"),
+        (b"\xff", "is not JSON"),
+        (b"[" * 100_000, "is not JSON"),
+        (b'["checksum"]', "is list, not an object"),
+        (b'{"a": NaN}', "NaN is not JSON"),
+        (b'{"a": 1, "a": 2}', "a: occurs twice in one object"),
+        (b'{"a": 1e999, "checksum": ""}', "Out of range float"),
+    ],
 )
-def test_what_is_no_ledger_is_refused_by_name(data: bytes) -> None:
-    with pytest.raises(LedgerError, match=r"^run\.json: "):
+def test_what_is_no_ledger_is_refused_by_name(data: bytes, message: str) -> None:
+    with pytest.raises(LedgerError, match=rf"^run\.json: {message}"):
         parse_ledger(data, "run.json")
 
 
@@ -173,6 +184,14 @@ def test_a_run_from_its_records_to_its_ledger(tmp_path: Path) -> None:
     ledgers.write(replace(whole, run_id="run2"), run.with_name("run2"))
     assert (tmp_path / "reports" / "latest").resolve().name == "run2"
     assert sorted(path.name for path in run.parent.iterdir()) == ["latest", "run1", "run2"]
+
+
+def test_a_ledger_that_no_reader_would_take_is_not_written(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    ledgers.record(cell(A, FINE), run)
+    with pytest.raises(LedgerError, match=rf"ledger\.json: cells: {B} is expected and missing"):
+        ledgers.write(ledger(cell(A, FINE), expected=(A, B)), run)
+    assert [path.name for path in run.iterdir()] == ["cells"], "its cells can still be collected"
 
 
 def test_a_damaged_record_is_named(tmp_path: Path) -> None:
@@ -225,6 +244,14 @@ def test_shards_become_one_ledger() -> None:
     assert [(c.id, c.host) for c in whole.cells] == [(A, "x"), (B, "y")]
     assert set(whole.environments) == {"x", "y"}
     assert parse_ledger(ledger_bytes(whole), "f") == whole
+
+
+def test_a_merged_run_begins_with_its_first_shard_and_ends_with_its_last() -> None:
+    early = shard(cell(A, FINE, host="x"), host="x", started="2025-01-02T03:00:00Z", notes=("slow",))
+    late = shard(cell(B, FINE, host="y"), host="y", finished="2025-01-02T04:00:00Z", filter="int4", problems=("full",))
+    for whole in (merged(early, late), merged(late, early)):
+        assert (whole.started, whole.finished) == ("2025-01-02T03:00:00Z", "2025-01-02T04:00:00Z")
+        assert (whole.filter, whole.problems, whole.notes) == ("int4", ("full",), ("slow",))
 
 
 def test_a_cell_given_back_may_run_elsewhere() -> None:
@@ -280,16 +307,24 @@ def test_any_split_of_a_run_merges_into_the_same_cells(hosts: list[str]) -> None
 
 
 def test_the_summary_counts_and_names_the_closest_cell() -> None:
+    """Of those that passed, by checks that have a bound above zero."""
     near = Check("logits.max_abs", 9e-7, 1e-6, Verdict.FAIL_LOGITS)
-    lines = ledgers.summary(ledger(cell(A, FINE), cell(B, near), expected=(A, B), filter="ar"))
-    assert lines[0] == "2 of 2 expected cells passed (filter: ar)"
+    exact = Check("tokens", 0.0, 0.0, Verdict.FAIL_TOKENS)
+    far = Check("logits.nmse", 8e-7, 1e-6, Verdict.FAIL_LOGITS)
+    more = "fp32-ar-long-cpu"
+    cells = (cell(A, exact, FINE), cell(more, replace(FINE, value=2e-7)), cell(B, far, near))
+    lines = ledgers.summary(ledger(*cells, expected=(A, more, B), filter="ar"))
+    assert lines[0] == "3 of 3 expected cells passed (filter: ar)"
     assert lines[2:] == [
-        f"largest logit difference, fp32: 1.00e-07 of 1.00e-06 allowed ({A})",
+        f"largest logit difference, fp32: 2.00e-07 of 1.00e-06 allowed ({more})",
         f"largest logit difference, int4: 9.00e-07 of 1.00e-06 allowed ({B})",
     ]
     assert lines[1] == f"closest to its bound: {B}, logits.max_abs 9e-07 of 1e-06 allowed (90 %)"
     assert not any("divergence" in line for line in lines)
-    assert "1 FAIL_LOGITS, 1 NOT_RUN" in ledgers.summary(ledger(cell(A, OFF), cell(B, verdict=Verdict.NOT_RUN)))[0]
+    lines = ledgers.summary(ledger(cell(A, OFF), cell(B, verdict=Verdict.NOT_RUN)))
+    assert "1 FAIL_LOGITS, 1 NOT_RUN" in lines[0]
+    assert len(lines) == 1, "what failed is near no bound"
+    assert len(ledgers.summary(ledger(cell(A, exact)))) == 1, "nothing has a bound"
 
 
 def test_the_summary_says_once_where_failed_cells_diverge_first() -> None:
@@ -303,6 +338,7 @@ def test_the_summary_says_once_where_failed_cells_diverge_first() -> None:
         "first divergence: mla.o_lat in 3 cells of long, tiny",
         "first divergence: logits in 1 cell of yarn (docs/trace.md says what each tap is)",
     ]
-    many = [f"fp32-ar-c{i}-cpu" for i in range(9)]
-    line = ledgers.summary(ledger(*(off(id, "embed") for id in many), expected=tuple(many)))[1]
-    assert line.startswith("first divergence: embed in 9 cells of c0, c1, c2, c3, c4, c5 and 3 more (")
+    for count, rest in ((6, " ("), (9, " and 3 more (")):
+        many = [f"fp32-ar-c{i}-cpu" for i in range(count)]
+        line = ledgers.summary(ledger(*(off(id, "embed") for id in many), expected=tuple(many)))[1]
+        assert line.startswith(f"first divergence: embed in {count} cells of c0, c1, c2, c3, c4, c5{rest}")
