@@ -8,11 +8,13 @@ it depends on (the source, every header of ``csrc/``, the flags, the compiler), 
 changed. A source is compiled for all its architectures in one go: its host code is read once.
 
 ``python -m harness.nvcc [--arch 9.0 12.0] [--debug] [--json]``; exit status 0 clean, 1 a warning, an error, a spill, an
-operand overwritten in flight or an early arrival, 3 no nvcc.
+operand overwritten in flight or an early arrival, 3 no nvcc. With ``--against COMMIT`` it asks another question: which
+kernels' machine code is not what it was there (``harness/code_changes.py``); 0 none, 1 some, 3 nothing to compare.
 """
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import json
 import os
@@ -26,7 +28,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from harness import build, environment, machine_code, pending_reads, toolchain
+from harness import build, code_changes, environment, machine_code, pending_reads, toolchain
 from harness.cells import FAILED, INFRASTRUCTURE, PASSED
 from harness.cli import Parser
 from harness.files import write_atomic
@@ -105,13 +107,18 @@ def readable(names: Sequence[str]) -> list[str]:
     return short
 
 
+def _path(cuobjdump: str) -> str:
+    """Where cuobjdump finds nvdisasm, to which it leaves the disassembling: it looks on PATH alone."""
+    return os.pathsep.join([str(Path(cuobjdump).parent), os.environ.get("PATH", "")])
+
+
 def misordered(cuobjdump: str, compiled: Path, expected: Sequence[Kernel]) -> str:
     """What is wrong in an object's machine code, a line a write to an operand in flight and a line an early arrival;
     ``""`` for nothing."""
-    # cuobjdump leaves the disassembling to nvdisasm, which it looks for on PATH alone.
-    path = os.pathsep.join([str(Path(cuobjdump).parent), os.environ.get("PATH", "")])
     command = [cuobjdump, "-arch", f"sm_{READ.replace('.', '')}", "-sass", str(compiled)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | {"PATH": path})
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, env=os.environ | {"PATH": _path(cuobjdump)}
+    )
     if done.returncode != 0:
         return f"cuobjdump ended with status {done.returncode}: {done.stderr.strip()[:400]}"
     shown = machine_code.kernels(done.stdout)
@@ -194,18 +201,48 @@ def table(kernels: Sequence[Kernel]) -> str:
     return "\n".join("  ".join([*(row[i].ljust(w) for i, w in enumerate(widths)), row[-1]]) for row in [head, *rows])
 
 
+def _against(commit: str, nvcc: tuple[str, str], cuobjdump: str, options: argparse.Namespace, cache: Path) -> int:
+    """Print which kernels' machine code is not what it was, judge."""
+    built = {arch: flags([arch], options.debug) for arch in dict.fromkeys(options.arch)}
+    disassembler = (shutil.which("nvdisasm", path=_path(cuobjdump)) or "") if cuobjdump else ""
+    try:
+        compared = code_changes.against(commit, build.ROOT, nvcc, built, cache, disassembler)
+    except code_changes.CannotCompare as error:
+        print(error, file=sys.stderr)
+        return INFRASTRUCTURE
+    names = readable([change.name for change in compared.changes])
+    changed = sum(change.what != "moved" for change in compared.changes)
+    if options.json:
+        named = [asdict(c) | {"kernel": n} for c, n in zip(compared.changes, names, strict=True)]
+        print(json.dumps({"nvcc": nvcc[1], "against": commit, "kernels": compared.kernels, "changes": named}))
+    else:
+        for change, name in zip(compared.changes, names, strict=True):
+            where = f"{change.what:7}  {change.file}  {change.arch}  {name or 'variables of the source'}"
+            print(f"{where}\n         {change.detail}" if change.detail else where)
+        print(
+            f"nvcc {nvcc[1]}: {changed} kernels changed since {commit}, of {compared.kernels} compared;"
+            f" {compared.sources} sources read other files"
+        )
+    return FAILED if changed else PASSED
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Compile, print the table, judge."""
     parser = Parser(
         prog="python -m harness.nvcc",
         description="Compile csrc/cuda for every target architecture; registers, shared memory and spills per kernel.",
         epilog=f"exit status: {PASSED} clean,"
-        f" {FAILED} a warning, an error, a spill, an operand overwritten in flight or an arrival ahead of reads,"
-        f" {INFRASTRUCTURE} no usable nvcc",
+        f" {FAILED} a warning, an error, a spill, an operand overwritten in flight or an arrival ahead of reads"
+        f" (with --against: a kernel changed), {INFRASTRUCTURE} no usable nvcc, or nothing to compare with",
     )
     parser.add_argument("--arch", nargs="+", default=list(TARGETS), metavar="N.N", help="CUDA capabilities")
     parser.add_argument("--debug", action="store_true", help="the debug build, with device-side messages")
     parser.add_argument("--json", action="store_true", help="one JSON object")
+    parser.add_argument(
+        "--against",
+        metavar="COMMIT",
+        help="list the kernels whose machine code is not what it was in COMMIT, in place of the check",
+    )
     options = parser.parse_args(argv)
     nvcc, version = environment.nvcc()
     if not nvcc:
@@ -224,7 +261,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     cache = Path(os.environ.get("KDTREE_BUILD") or build.ROOT / "build") / "nvcc"
     cuobjdump = environment.cuobjdump(nvcc)
     if not cuobjdump:
-        print("no cuobjdump with nvdisasm: machine code is not looked at", file=sys.stderr)
+        lost = "instructions that differ are not shown" if options.against else "machine code is not looked at"
+        print(f"no cuobjdump with nvdisasm: {lost}", file=sys.stderr)
+    if options.against:
+        return _against(options.against, (nvcc, version), cuobjdump, options, cache)
     archs = list(dict.fromkeys(options.arch))
     compiler = Compiler(nvcc, version, options.debug, cache, cuobjdump)
 
