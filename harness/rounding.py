@@ -61,15 +61,15 @@ def operations(
             continue
         kind = tap.split(".", 2)[2] if tap.startswith("layers.") else tap
         for check in _checks(golden, tap, kind, taps, want[tap]):
-            if check.name not in worst or _share(check) > _share(worst[check.name]):
+            if check.name not in worst or _size(check) > _size(worst[check.name]):
                 worst[check.name] = check
             if first is None and not check.ok and tap in taps and taps[tap].shape == want[tap].shape:
                 first = _divergence(golden, tap, taps[tap], want[tap], check)
     return list(worst.values()), first
 
 
-def _share(check: Check) -> float:
-    return np.inf if not np.isfinite(check.value) else check.value / (check.allowed or 1.0)
+def _size(check: Check) -> float:
+    return check.value if np.isfinite(check.value) else np.inf
 
 
 def _checks(golden: Golden, tap: str, kind: str, taps: Mapping[str, Array], right: Array) -> list[Check]:

@@ -316,43 +316,6 @@ def test_cells_share_a_session_until_one_fails(micro: Path, monkeypatch: pytest.
     assert opened == ["fp32", "int4", "fp32"]
 
 
-def test_cells_of_several_ranks_share_ars_run_until_one_fails(micro: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One rank's session is another, and runs AR for itself."""
-    asked: list[bool] = []
-    decode = ReferenceSession.decode
-
-    def counted(self: ReferenceSession, request: DecodeRequest) -> Decoded:
-        asked.append(request.draft is None and not request.temperature)
-        return decode(self, request)
-
-    monkeypatch.setattr(ReferenceSession, "decode", counted)
-    monkeypatch.setattr(widths, "RANKED_WIDTHS", (1, 5))
-    monkeypatch.setattr(harness.runner, "create", lambda name, device, ranks: ReferenceEngine(device))
-    runner = Runner("reference", {"micro": micro}, seconds=60, host="here", worker="")
-    two = replace(TREE, ranks=2)
-    runs = []
-    for drafter in ("noisy", "hostile", "oracle"):
-        assert runner.run(replace(two, drafter=drafter), lambda cell: None).verdict is Verdict.PASS
-        runs.append(asked.count(True))
-    assert runs == [1, 1, 1]
-    with monkeypatch.context() as broken:
-        broken.setattr(ReferenceSession, "broken_guard", lambda self: "x")
-        assert runner.run(two, lambda cell: None).verdict is Verdict.FAIL_KERNEL
-    assert runner.run(two, lambda cell: None).verdict is Verdict.PASS
-    assert asked.count(True) == 2
-    runner.run(replace(two, precision="fp32"), lambda cell: None)
-    assert asked.count(True) == 3, "another session's run is no other's"
-    ars = asked.count(True)
-    runner.run(replace(AR, ranks=2), lambda cell: None)  # the session of fp32 is open; int4's goes
-    runner.run(replace(AR, precision="int4"), lambda cell: None)
-    ars = asked.count(True)
-    runner.run(replace(two, precision="fp32"), lambda cell: None)
-    assert asked.count(True) == ars + 1, "a session that was closed took its run along"
-    for _ in range(2):
-        runner.run(TREE, lambda cell: None)
-    assert asked.count(True) == ars + 3, "one rank's cells each run AR: that it gives the same again is part of them"
-
-
 @pytest.mark.slow
 def test_native_code_that_never_returns_ends_with_a_record(micro: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Outside the main thread nothing can interrupt the cell; the watchdog gets the record and ends the process."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from _pytest.mark.expression import Expression
 from hypothesis import given
 from hypothesis import strategies as st
@@ -57,6 +58,29 @@ def test_several_ranks_run_what_they_can_share() -> None:
         assert recipe.load(name).model.num_heads % 2 == 0
 
 
+SIZES = {"num_heads": 4, "hidden_size": 8, "vocab_size": 12, "intermediate_size": 16, "moe_intermediate_size": 20}
+
+
+@pytest.mark.parametrize("odd", [None, *SIZES])
+@pytest.mark.parametrize(("dense", "layers"), [(0, 2), (1, 2), (2, 2)])
+def test_ranks_share_every_size_that_a_model_uses(tmp_path: Path, odd: str | None, dense: int, layers: int) -> None:
+    """Those of dense layers where it has some, those of experts where it has some; its own before its base's."""
+    base = {**SIZES, "first_k_dense": dense, "num_layers": layers}
+    (tmp_path / "base.yaml").write_text(yaml.safe_dump({"model": base}))
+    own = {} if odd is None else {odd: 21}
+    (tmp_path / "own.yaml").write_text(yaml.safe_dump({"base": "base", "model": own}))
+    (tmp_path / "all.yaml").write_text(yaml.safe_dump({"model": base | own}))
+    unused = {"intermediate_size": dense == 0, "moe_intermediate_size": dense == layers}
+    fine = odd is None or unused.get(odd, False)
+    assert matrix.rankable(4, tmp_path) == (("all", "base", "own") if fine else ("base",))
+
+
+def test_sizes_that_are_not_there_speak_against_no_number_of_ranks(tmp_path: Path) -> None:
+    for number, text in enumerate(("", "model: {first_k_dense: 1}", "model: {first_k_dense: a, num_layers: 2}")):
+        (tmp_path / f"c{number}.yaml").write_text(text or "run: {}")
+    assert matrix.rankable(3, tmp_path) == ("c0", "c1", "c2")
+
+
 def test_a_run_has_several_ranks_where_there_are_devices_for_them() -> None:
     def several(**options: Any) -> dict[tuple[str, int], set[str]]:
         found: dict[tuple[str, int], set[str]] = {}
@@ -70,6 +94,17 @@ def test_a_run_has_several_ranks_where_there_are_devices_for_them() -> None:
     assert several(gpus=8)["cuda", 8] == {"eight"}
     assert several(shared=False) == {}
     assert {point.ranks for point in matrix.of_run(["cpu"], ranks=[2, 4])} == {2, 4}
+    assert not any(map(matrix.is_large, {point.config for point in matrix.of_run(["cpu"])}))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "message"),
+    [([0], "--ranks 0: a model is shared by 1"), ([2, 0], "--ranks 0: "), ([2, 97], "--ranks 97: no ")],
+)
+def test_a_number_of_ranks_that_nothing_can_have_is_an_error(ranks: list[int], message: str) -> None:
+    assert matrix.of_run(["cpu"], ranks=[1]) == matrix.expected()
+    with pytest.raises(MatrixError, match=message):
+        matrix.of_run(["cpu"], ranks=ranks)
 
 
 def test_neighbours_share_a_bundle_and_a_precision() -> None:
@@ -78,7 +113,7 @@ def test_neighbours_share_a_bundle_and_a_precision() -> None:
 
 
 @pytest.mark.parametrize(
-    "id", ["", "fp32", "fp32-ar-tiny", "fp32-ar-tiny-x-cpu", "fp32-ddtree-tiny-cpu", "a-b-c-d-e-f", "FP-ar-c-cpu"]
+    "id", ["", "x2", "fp32", "fp32-ar-tiny", "fp32-ar-tiny-x-cpu", "fp32-ddtree-tiny-cpu", "a-b-c-d-e-f", "FP-ar-c-cpu"]
 )
 def test_what_is_no_id_is_refused(id: str) -> None:
     with pytest.raises(MatrixError, match="is no cell id"):
