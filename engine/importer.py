@@ -32,6 +32,7 @@ from engine.safetensors_reader import Checkpoint, CheckpointError, fingerprint, 
 from engine.transfer import Progress, write_model
 from harness.cli import Parser
 from harness.files import said
+from harness.plain_json import PRINTED, give, text
 from refs import kdtr
 from refs.drafter_config import TAPS
 from refs.errors import RefError
@@ -94,7 +95,7 @@ def parser() -> Parser:
     p.add_argument("--ignore-field", action="append", default=[], metavar="NAME", help="a config field without effect")
     p.add_argument("--dry-run", action="store_true", help="check everything but the values, say what would be written")
     p.add_argument("--force", action="store_true", help="replace an existing file")
-    p.add_argument("--json", action="store_true", help="print the summary as JSON")
+    p.add_json("the summary")
     return p
 
 
@@ -172,10 +173,10 @@ def _write(checkpoint: Checkpoint, plan: Plan, stream: KdtrStream, literals: dic
 
 
 def _report(args: argparse.Namespace, result: Mapping[str, Any], out: TextIO) -> None:
-    if args.json:
-        json.dump(result, out, indent=2, sort_keys=True)
-        out.write("\n")
+    if args.json == PRINTED:
+        out.write(text(result) + "\n")
         return
+    give(result, args.json)
     verb = "would write" if args.dry_run else "wrote"
     size = f"{result['tensors']} tensors, {result['bytes'] / 1e9:.3f} GB, {result['seconds']:.1f} s"
     out.write(f"{verb} {args.output}: {size}\n")

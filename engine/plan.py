@@ -233,7 +233,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--rows", metavar="N", type=int, default=ROWS, help=f"of the widest step, budget and root (default: {ROWS})"
     )
-    parser.add_argument("--json", action="store_true", help="one JSON object instead of lines")
+    parser.add_json("one JSON object")
     options = parser.parse_args(argv)
     sizes_are = 0 <= options.reserve < options.memory < math.inf  # neither is NaN
     if min(options.gpus, options.rows, *(options.context or [1])) < 1 or not sizes_are:
@@ -247,10 +247,9 @@ def main(argv: Sequence[str]) -> int:
     except ValueError as error:
         print(f"kdtree plan: {error}", file=sys.stderr)
         return INFRASTRUCTURE
-    if options.json:
-        rows = [{**asdict(p), "total": p.total, "fits": p.total <= room} for p in plans]
-        print(plain_json.text({"config": options.config, "room": room, "longest_context": best, "plans": rows}))
-    else:
+    rows = [{**asdict(p), "total": p.total, "fits": p.total <= room} for p in plans]
+    plain_json.give({"config": options.config, "room": room, "longest_context": best, "plans": rows}, options.json)
+    if options.json != plain_json.PRINTED:
         print("\n".join(table(config, options, room)))
     return PASSED if best else FAILED
 

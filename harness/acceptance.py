@@ -19,9 +19,8 @@ import numpy as np
 
 from harness import plain_json
 from harness.cells import FAILED, INFRASTRUCTURE, PASSED
-from harness.cli import Parser, output, positive
+from harness.cli import Parser, positive
 from harness.environment import environment
-from harness.files import write_atomic
 from harness.matrix import PRECISIONS
 from harness.prepare import Infrastructure, prepare_config
 from harness.progress import tell
@@ -138,9 +137,7 @@ def _parser() -> Parser:
     parser.add_argument("--prompt", type=positive, default=64, help="tokens of a prompt (default: 64)")
     parser.add_argument("--tokens", type=positive, default=96, help="to be decoded after each (default: 96)")
     parser.add_engine()
-    parser.add_argument(
-        "--json", type=output, metavar="OUT", help="write the figures and what they depend on to this file"
-    )
+    parser.add_json("the figures and what they depend on")
     return parser
 
 
@@ -168,25 +165,24 @@ def main(argv: Sequence[str]) -> int:
     except (Infrastructure, EngineError, RefError) as error:
         tell(f"kdtree acceptance: {error}")
         return INFRASTRUCTURE
-    print(show(lines))
-    if options.json:
-        write_atomic(options.json, _content(options, lines))
+    plain_json.give(_content(options, lines) if options.json else None, options.json)
+    if options.json != plain_json.PRINTED:
+        print(show(lines))
     return PASSED if all(line.equal for line in lines) else FAILED
 
 
-def _content(options: argparse.Namespace, lines: Sequence[Line]) -> bytes:
+def _content(options: argparse.Namespace, lines: Sequence[Line]) -> dict[str, Any]:
     sources = describe()
     asked: dict[str, Any] = {
         key: value for key, value in vars(options).items() if key not in ("json", "budget", "precision")
     }
-    content = {
+    return {
         "commit": sources.commit,
         "dirty": list(sources.dirty),
         "environment": environment(),
         "request": asked,
         "lines": lines,
     }
-    return (plain_json.text(content) + "\n").encode()
 
 
 if __name__ == "__main__":

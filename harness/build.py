@@ -21,7 +21,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from harness import toolchain
+from harness import plain_json, toolchain
 from harness.cells import INFRASTRUCTURE, PASSED
 from harness.cli import DEVICE_HELP, Parser
 from harness.compiling import NAME, compile_library
@@ -178,7 +178,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--debug", action="store_true", help="with debug information and device-side messages")
     parser.add_argument("--sanitize", choices=tuple(SANITIZERS), help="build with sanitizers (load with LD_PRELOAD)")
-    parser.add_argument("--json", action="store_true", help="one JSON object instead of a line")
+    parser.add_json("one JSON object")
     options = parser.parse_args(argv)
     if options.arch and options.device != "cuda":
         parser.error("--arch goes with --device cuda")
@@ -186,15 +186,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         library = build(options.device, options.arch, options.debug, options.sanitize)
     except BuildError as error:
-        if options.json:
-            print(json.dumps({"error": str(error)}))
-        else:
+        plain_json.give({"error": str(error)}, options.json)
+        if options.json != plain_json.PRINTED:
             print(f"kdtree build: {error}", file=sys.stderr)
         return INFRASTRUCTURE
     seconds = time.monotonic() - start
-    if options.json:
-        print(json.dumps({"library": str(library), "device": options.device, "seconds": round(seconds, 3)}))
-    else:
+    content = {"library": str(library), "device": options.device, "seconds": round(seconds, 3)}
+    plain_json.give(content, options.json)
+    if options.json != plain_json.PRINTED:
         print(library)
     return PASSED
 

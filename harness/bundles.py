@@ -265,7 +265,7 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--out", type=Path, metavar="DIR", help="default: the cache (KDTREE_BUNDLES or bundles/)")
     parser.add_argument("--update-lock", action="store_true", help="pin what the sources make; for maintainers")
-    parser.add_argument("--json", action="store_true", help="paths and hashes as JSON on standard output")
+    parser.add_json("paths and hashes")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     try:
@@ -285,8 +285,8 @@ def main(argv: Sequence[str]) -> int:
     pins = read_lock()
     if options.json:
         rows = {name: {"path": str(path), "sha256": pins[name]["sha256"]} for name, path in paths.items()}
-        print(plain_json.text(rows))
-    else:
+        plain_json.give(rows, options.json)
+    if options.json != plain_json.PRINTED:
         for name, path in paths.items():
             print(f"{pins[name]['sha256'][:16]}  {path.stat().st_size / 1e6:7.2f} MB  {path}")
     return PASSED

@@ -19,6 +19,7 @@ from typing import Any, NoReturn, cast
 from harness.cells import DEVICES, FAILED, INCOMPLETE, INFRASTRUCTURE, PASSED
 from harness.ending import as_by_ctrl_c
 from harness.files import said
+from harness.plain_json import PRINTED
 from harness.sources import ROOT
 
 COMMANDS = {
@@ -72,13 +73,49 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, prog: str, **options: Any) -> None:
         super().__init__(prog, formatter_class=_Help, **options)
+        self._has_json, self._behind_json = False, ""
 
     def add_engine(self) -> None:
         """The options ``--engine`` and ``--device`` of a command that runs one engine on one device."""
         self.add_argument("--engine", default="csrc", help=ENGINE_HELP)
         self.add_argument("--device", choices=DEVICES, default="cpu", help=DEVICE_HELP)
 
+    def add_json(self, what: str, group: argparse._ActionsContainer | None = None) -> None:
+        """The option ``--json``: ``options.json`` is None, ``PRINTED`` or a file (`harness.plain_json`)."""
+        (group or self).add_argument(
+            "--json",
+            nargs="?",
+            const=PRINTED,
+            type=_json_target,
+            metavar="OUT.json",
+            help=f"{what}: on stdout, or in this file beside the usual output",
+        )
+        self._has_json = True
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        words = list(sys.argv[1:] if args is None else args)
+        return super().parse_known_args(self._with_json(words) if self._has_json else words, namespace)
+
+    def _with_json(self, words: list[str]) -> list[str]:
+        """``--json`` takes the word behind it only if that looks like its file.
+
+        Otherwise ``kdtree inspect --json model.kdtr`` would write where it should read.
+        """
+        for at, word in enumerate(words):
+            if word == "--":
+                break
+            if len(word) > 2 and "--json".startswith(word):
+                self._behind_json = words[at + 1] if at + 1 < len(words) else ""
+                if self._behind_json != str(PRINTED) and not self._behind_json.endswith(".json"):
+                    words[at] = f"--json={PRINTED}"
+        return words
+
     def error(self, message: str) -> NoReturn:
+        word = self._behind_json
+        if word.endswith(".json") and "required" in message:
+            message += f" ({word} is taken for the file that --json writes; --json=- prints)"
+        elif word and message.endswith(word):
+            message += f" (if it is for --json to write: --json={word}, or a name that ends in .json)"
         self.print_usage(sys.stderr)
         self.exit(INFRASTRUCTURE, f"{self.prog}: {message}\n")
 
@@ -104,6 +141,10 @@ def output(text: str) -> Path:
     if not os.access(folder, os.W_OK | os.X_OK):
         raise argparse.ArgumentTypeError(f"{path} cannot be written: {folder} is not for this user to write to")
     return path
+
+
+def _json_target(text: str) -> Path:
+    return PRINTED if text == str(PRINTED) else output(text)
 
 
 def available() -> dict[str, tuple[str, str]]:

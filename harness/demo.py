@@ -235,7 +235,7 @@ def _parser() -> Parser:
     )
     parser.add_argument("--tree", action="store_true", help="show a tree of each drafter")
     parser.add_engine()
-    parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
+    parser.add_json("one JSON object")
     return parser
 
 
@@ -262,10 +262,11 @@ def main(argv: Sequence[str]) -> int:
         return INFRASTRUCTURE
     flat = [result for one in results for result in one]
     if options.json:
-        asked = {**vars(options), "drafter": drafters, "budget": "auto" if options.budget is None else options.budget}
+        asked = {key: value for key, value in vars(options).items() if key != "json"}
+        asked |= {"drafter": drafters, "budget": "auto" if options.budget is None else options.budget}
         content: dict[str, Any] = {**asked, "results": [asdict(r) | {"speed_up": r.speed_up} for r in flat]}
-        print(plain_json.text(content))
-    else:
+        plain_json.give(content, options.json)
+    if options.json != plain_json.PRINTED:
         print(f"config {options.config}, engine {options.engine} on {options.device}, greedy")
         print(
             f"wall times are the fastest of {RUNS} runs after one to warm up; build, bundles and load are not in them"

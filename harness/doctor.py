@@ -124,14 +124,14 @@ def main(argv: Sequence[str]) -> int:
         epilog="examples:\n  kdtree doctor\n  kdtree doctor --json\n\n"
         "exit status: 0 the CPU path works, 3 something that it needs is missing",
     )
-    parser.add_argument("--json", action="store_true", help="one JSON object instead of lines")
-    json_wanted = parser.parse_args(argv).json
+    parser.add_json("one JSON object")
+    json = parser.parse_args(argv).json
     findings = examine()
     works = not any(finding.blocks_cpu for finding in findings)
     cuda = all(finding.ok for finding in findings if finding.needed_for == "cuda")
-    if json_wanted:
-        content = {"cpu": works, "cuda": cuda and works, "environment": machine.environment()}
-        print(plain_json.text({**content, "findings": findings}))
+    content = {"cpu": works, "cuda": cuda and works, "environment": machine.environment()}
+    plain_json.give({**content, "findings": findings}, json)
+    if json == plain_json.PRINTED:
         return PASSED if works else INFRASTRUCTURE
     for name in ("os", "cpu", "cpu_features"):
         print(f"{name:<20} {machine.environment()[name]}")

@@ -17,7 +17,6 @@ For whoever starts tests (all of it works, and says "none", on a machine without
 
 from __future__ import annotations
 
-import argparse
 import errno
 import fcntl
 import json
@@ -27,10 +26,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+
+from harness import plain_json
+from harness.cli import Parser
 
 _PROBE = Path(__file__).with_name("gpu_probe.py")
 
@@ -210,13 +212,12 @@ class Lease:
 
 def main(arguments: list[str] | None = None) -> int:
     """Print the survey."""
-    parser = argparse.ArgumentParser(prog="python -m harness.gpu", description="GPUs this machine lets us use")
-    parser.add_argument("--json", action="store_true", help="one JSON object")
+    parser = Parser(prog="python -m harness.gpu", description="GPUs this machine lets us use")
+    parser.add_json("one JSON object")
     options = parser.parse_args(arguments)
     seen = survey()
-    if options.json:
-        print(json.dumps(asdict(seen)))
-    else:
+    plain_json.give(seen, options.json)
+    if options.json != plain_json.PRINTED:
         for g in seen.gpus:
             free = f"{g.free_bytes >> 20} of {g.total_bytes >> 20} MiB free"
             print(f"cuda:{g.index}  {g.name}  sm_{g.arch}  {free}  {g.uuid}")

@@ -76,19 +76,22 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("file", type=Path, metavar="FILE.kdtr", help="a bundle or an imported model")
     parser.add_argument("--verify", action="store_true", help="read all data and check every checksum and gap")
     parser.add_argument("--tensor", metavar="NAME", help="this tensor's first values and range alone")
-    parser.add_argument("--json", action="store_true", help="one JSON object instead of lines")
+    parser.add_json("one JSON object")
     options = parser.parse_args(argv)
     try:
         file = read(options.file, verify=options.verify)
         if options.tensor:
             entry = {**asdict(file.entries[options.tensor])} if options.tensor in file.entries else {}
             entry.update(_values(file, options.tensor))
-            print(plain_json.text(entry) if options.json else "\n".join(f"{k:<10} {v}" for k, v in entry.items()))
-        elif options.json:
+            plain_json.give(entry, options.json)
+            if options.json != plain_json.PRINTED:
+                print("\n".join(f"{k:<10} {v}" for k, v in entry.items()))
+            return PASSED
+        if options.json:
             tensors = [asdict(entry) for entry in file.entries.values()]
             head = {"file": file.file, "file_size": file.file_size, "verified": options.verify}
-            print(plain_json.text({**head, "fields": file.fields, "tensors": tensors, "meta": _meta(file)}))
-        else:
+            plain_json.give({**head, "fields": file.fields, "tensors": tensors, "meta": _meta(file)}, options.json)
+        if options.json != plain_json.PRINTED:
             _print(file, options.verify)
     except KdtrError as error:
         print(f"kdtree inspect: {error}", file=sys.stderr)

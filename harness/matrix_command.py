@@ -78,7 +78,7 @@ def matrix(argv: Sequence[str]) -> int:
         f"exit status: {PASSED} listed, {INFRASTRUCTURE} no cell is chosen, or wrong arguments",
     )
     parser.add_argument("--list", action="store_true", help="one id a line (the default)")
-    parser.add_argument("--json", action="store_true", help="a list of objects with the id and the axes")
+    parser.add_json("a list of objects with the id and the axes")
     parser.add_argument("-k", metavar="EXPR", default="", help="only the cells that this chooses")
     parser.add_argument("--device", action="append", choices=DEVICES, help="default: cpu; repeatable")
     parser.add_argument("--ranks", metavar="N", action="append", type=int, help="cells of N ranks alone; repeatable")
@@ -95,8 +95,7 @@ def matrix(argv: Sequence[str]) -> int:
     except MatrixError as error:
         print(f"kdtree matrix: {error}", file=sys.stderr)
         return INFRASTRUCTURE
-    if options.json:
-        print(plain_json.text([{"id": point.id, **asdict(point)} for point in points]))
-    else:
+    plain_json.give([{"id": point.id, **asdict(point)} for point in points], options.json)
+    if options.json != plain_json.PRINTED:
         print("\n".join(point.id for point in points))
     return PASSED

@@ -28,7 +28,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from harness import build, code_changes, environment, machine_code, pending_reads, toolchain
+from harness import build, code_changes, environment, machine_code, pending_reads, plain_json, toolchain
 from harness.cells import FAILED, INFRASTRUCTURE, PASSED
 from harness.cli import Parser
 from harness.files import write_atomic
@@ -237,7 +237,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--arch", nargs="+", default=list(TARGETS), metavar="N.N", help="CUDA capabilities")
     parser.add_argument("--debug", action="store_true", help="the debug build, with device-side messages")
-    parser.add_argument("--json", action="store_true", help="one JSON object")
+    parser.add_json("one JSON object")
     parser.add_argument(
         "--against",
         metavar="COMMIT",
@@ -283,10 +283,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     spilling = [k for k in kernels if k.spills]
     if options.json:
         named = [asdict(k) | {"kernel": n} for k, n in zip(kernels, readable([k.name for k in kernels]), strict=True)]
-        print(
-            json.dumps({"nvcc": version, "kernels": named, "complaints": complaints, "machine_code": bool(cuobjdump)})
-        )
-    else:
+        content = {"nvcc": version, "kernels": named, "complaints": complaints, "machine_code": bool(cuobjdump)}
+        plain_json.give(content, options.json)
+    if options.json != plain_json.PRINTED:
         print(table(kernels))
         for where, text in complaints.items():
             print(f"\n{where}:\n{text}")

@@ -134,7 +134,7 @@ def _parser() -> Parser:
     parser.add_argument("--config", default="text", help="one with trained weights")
     parser.add_argument("--bytes", type=int, default=0, metavar="N", help="of the held-out text; 0: all (default)")
     parser.add_engine()
-    parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
+    parser.add_json("one JSON object")
     return parser
 
 
@@ -162,7 +162,9 @@ def main(argv: Sequence[str]) -> int:
             session.close()
     except (Infrastructure, EngineError, RefError) as error:
         return fail(error)
-    print(plain_json.text(quality) if options.json else show(quality))
+    plain_json.give(quality, options.json)
+    if options.json != plain_json.PRINTED:
+        print(show(quality))
     return PASSED
 
 

@@ -290,7 +290,7 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("configs", nargs="*", metavar="CONFIG", help="default: all but those of real sizes")
     parser.add_argument("--quick", action="store_true", help=f"{', '.join(QUICK)} under the running Python alone")
-    parser.add_argument("--json", action="store_true")
+    parser.add_json("what became of each variant")
     parser.add_argument("--make", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--describe", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
@@ -303,9 +303,8 @@ def main(argv: Sequence[str]) -> int:
     outcomes = run(configs, quick=options.quick, say=lambda line: print(line, file=sys.stderr, flush=True))
     tried = [o for o in outcomes if o.result != "not tried"]
     differing = [o for o in tried if o.result == "differs"]
-    if options.json:
-        print(plain_json.text({"configs": list(configs), "outcomes": list(outcomes)}))
-    else:
+    plain_json.give({"configs": list(configs), "outcomes": list(outcomes)}, options.json)
+    if options.json != plain_json.PRINTED:
         print(table(outcomes))
         print(f"{len(tried) - len(differing)} of {len(tried)} variants made the pinned bytes of {len(configs)} bundles")
     return FAILED if differing else PASSED if tried else INFRASTRUCTURE

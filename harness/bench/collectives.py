@@ -2,21 +2,21 @@
 
 Every line: operation, bytes a rank contributes, microseconds (median over replays of a graph of `CALLS` of them, one
 after the other on one stream): torch.distributed's, in plain memory and in memory that NCCL knows on every rank, and
-the engine's own all-gather through the ranks' windows. ``--json FILE`` keeps them. Rank 0 prints.
+the engine's own all-gather through the ranks' windows. ``--json OUT.json`` keeps them. Rank 0 prints.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
-from pathlib import Path
+import sys
 from typing import Any
 
 from engine.library import library, named_errors
 from engine.ranks.exchange import TorchExchange
 from engine.ranks.member import Window
 from harness import plain_json
+from harness.cli import Parser
 
 SIZES = (8, 1 << 10, 14 << 10, 28 << 10, 64 << 10, 112 << 10, 224 << 10, 448 << 10, 1 << 20, 4 << 20)
 CALLS = 20
@@ -73,9 +73,10 @@ def _through_windows(torch: Any, window: Window, rank: int, size: int) -> float:
 
 def main() -> int:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=Path)
+    parser = Parser(prog="python -m harness.bench.collectives", description=__doc__)
+    parser.add_json("everything that was measured")
     options = parser.parse_args()
+    people = plain_json.beside(options.json)
     import torch
     import torch.distributed as dist
 
@@ -87,7 +88,7 @@ def main() -> int:
     def note(operation: str, size: int, us: float) -> None:
         found.append({"operation": operation, "bytes": size, "ranks": count, "us": round(us, 2)})
         if rank == 0:
-            print(f"{operation:<22} {size:>9} bytes a rank  {us:8.2f} us", flush=True)
+            print(f"{operation:<22} {size:>9} bytes a rank  {us:8.2f} us", file=people, flush=True)
 
     def sweep(label: str, make: Any) -> None:
         for size in SIZES:
@@ -113,12 +114,13 @@ def main() -> int:
         sweep("_registered", take)
     except Exception as error:  # an older NCCL or torch: the plain figures stand
         if rank == 0:
-            print(f"registered memory: {type(error).__name__}: {error}", flush=True)
+            print(f"registered memory: {type(error).__name__}: {error}", file=people, flush=True)
     for size in SIZES:
         if exchange.window.addresses:
             note("all_gather_window", size, _through_windows(torch, exchange.window, rank, size))
-    if rank == 0 and options.json:
-        options.json.write_text(plain_json.text({"nccl": torch.cuda.nccl.version(), "lines": found}) + "\n", "utf-8")
+    if rank == 0:
+        plain_json.give({"nccl": torch.cuda.nccl.version(), "lines": found}, options.json)
+        sys.stdout.flush()
     dist.barrier()
     os._exit(0)  # graphs hold communicators that the end of the process would wait for
 

@@ -6,6 +6,7 @@ Nothing is asserted: a missed target is printed as missed and leaves the exit st
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
 import tempfile
@@ -61,7 +62,7 @@ def _parser() -> Parser:
     )
     parser.add_argument("what", nargs="*", metavar="project|ops|step", help="default: ops and step")
     parser.add_argument("--device", choices=DEVICES, default="cpu", help=DEVICE_HELP)
-    parser.add_argument("--json", type=output, metavar="OUT", help="write everything to this file")
+    parser.add_json("everything that was measured")
     parser.add_argument("--plot", type=output, metavar="OUT", help="write share of the roofline per case as SVG")
     parser.add_argument(
         "--filter", action="append", default=[], metavar="TEXT", help="cases whose name has it; repeatable"
@@ -193,7 +194,10 @@ def main(argv: Sequence[str]) -> int:
     if not chosen and not steps and "project" not in wanted:
         parser.error(f"--filter {' '.join(options.filter)} chooses nothing; `kdtree bench --list` shows the names")
     if options.list:
-        print("\n".join([case.name for case in chosen] + [plan.name for plan in steps]))
+        names = [case.name for case in chosen] + [plan.name for plan in steps]
+        plain_json.give(names, options.json)
+        if options.json != plain_json.PRINTED:
+            print("\n".join(names))
         return PASSED
     from harness.prepare import Infrastructure, usable_devices
     from harness.protocol import EngineError
@@ -201,16 +205,16 @@ def main(argv: Sequence[str]) -> int:
 
     out: dict[str, Any] = {"header": {}, "not_measured": {}}
     try:
-        usable_devices("csrc", [options.device], [])
-        out["header"] = header(options.device)
-        good = _project(options, out) if "project" in wanted else True
-        good = (_ops(options, chosen, out) if chosen else True) and good
-        good = (_step(options, steps, out) if steps else True) and good
+        with contextlib.redirect_stdout(plain_json.beside(options.json)):
+            usable_devices("csrc", [options.device], [])
+            out["header"] = header(options.device)
+            good = _project(options, out) if "project" in wanted else True
+            good = (_ops(options, chosen, out) if chosen else True) and good
+            good = (_step(options, steps, out) if steps else True) and good
     except (Infrastructure, EngineError, BuildError, OSError) as error:
         print(f"kdtree bench: {error}", file=sys.stderr)
         out["not_measured"]["rest"] = f"{type(error).__name__}: {error}"
         good = False
     out["header"]["load_average_after"] = list(os.getloadavg())
-    if options.json:
-        write_atomic(options.json, (plain_json.text(out) + "\n").encode())
+    plain_json.give(out, options.json)
     return PASSED if good else INFRASTRUCTURE

@@ -24,8 +24,7 @@ from typing import Any
 from harness import plain_json
 from harness.bench.cases import cases, choose
 from harness.cells import INFRASTRUCTURE, PASSED
-from harness.cli import Parser, output
-from harness.files import write_atomic
+from harness.cli import Parser
 from harness.sources import ROOT
 
 FIGURES = {
@@ -142,7 +141,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         f"exit status: {PASSED} measured; {INFRASTRUCTURE} no profiler, no GPU, or wrong arguments",
     )
     parser.add_argument("--filter", action="append", default=[], metavar="TEXT", help="cases (kdtree bench --list)")
-    parser.add_argument("--json", type=output, metavar="OUT", help="write everything to this file")
+    parser.add_json("everything that was measured")
     parser.add_argument("--child", nargs="+", metavar="CASE", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.child:
@@ -151,7 +150,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     names = [case.name for case in choose(cases("cuda"), options.filter or DEFAULT)]
     if not names:
         parser.error(f"--filter {' '.join(options.filter)} chooses nothing; `kdtree bench --list` shows the names")
-    print(f"ncu runs {len(names)} cases, some seconds each", flush=True)
+    people = plain_json.beside(options.json)
+    print(f"ncu runs {len(names)} cases, some seconds each", file=people, flush=True)
     try:
         found = measure(names)
     except CountersError as error:
@@ -160,9 +160,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for entry in found:
         figures = entry["figures"]
         parts = [f"{label.split(' [')[0]} {value:g}" for label, value in figures.items()]
-        print(f"{entry['case']}: {entry['kernel'][:60]}\n    {'; '.join(parts)}")
-    if options.json:
-        write_atomic(options.json, (plain_json.text(found) + "\n").encode())
+        print(f"{entry['case']}: {entry['kernel'][:60]}\n    {'; '.join(parts)}", file=people)
+    plain_json.give(found, options.json)
     return PASSED
 
 

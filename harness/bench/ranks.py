@@ -7,7 +7,7 @@ third over the second what is not spent waiting for other GPUs.
 
 from __future__ import annotations
 
-import argparse
+import contextlib
 import hashlib
 import sys
 from collections.abc import Sequence
@@ -21,6 +21,7 @@ from engine import create
 from engine.session import CsrcEngine
 from harness import plain_json
 from harness.bench import k26, share, step
+from harness.cli import Parser
 from harness.environment import survey
 from harness.protocol import Engine
 from refs.config import ModelConfig
@@ -64,7 +65,7 @@ def measure(
 
 def main() -> int:
     """Measure and print; 1 where a width or a number of ranks gave other bits."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(prog="python -m harness.bench.ranks", description=__doc__)
     parser.add_argument("--file", type=Path, required=True, help="made if it is not there")
     parser.add_argument("--layers", type=int, default=3, help="one dense, the others MoE")
     parser.add_argument("--experts", type=int, default=384)
@@ -75,7 +76,7 @@ def main() -> int:
     parser.add_argument("--no-graphs", action="store_true", help="every launch by itself")
     parser.add_argument("--several-only", action="store_true", help="leave out one rank")
     parser.add_argument("-M", type=int, action="append", default=[], help="widths (default 1 and 16)")
-    parser.add_argument("--json", type=Path)
+    parser.add_json("everything that was measured")
     options = parser.parse_args()
     widths = options.M or [1, 16]
     config = k26.model(num_layers=options.layers, n_routed_experts=options.experts, vocab_size=options.vocab)
@@ -93,11 +94,14 @@ def main() -> int:
         engine = make()
         for precision in options.precision or ["int4-bf16"]:
             real, graphs = "alone" not in label, not options.no_graphs
-            found += measure(label, engine, options.file, precision, widths, logits, real, graphs)
-            if options.json:
-                options.json.write_text(plain_json.text(found) + "\n", "utf-8")
+            with contextlib.redirect_stdout(plain_json.beside(options.json)):
+                found += measure(label, engine, options.file, precision, widths, logits, real, graphs)
+            if options.json != plain_json.PRINTED:
+                plain_json.give(found, options.json)
         if hasattr(engine, "close"):
             engine.close()
+    if options.json == plain_json.PRINTED:
+        plain_json.give(found, options.json)
     return 1 if any(entry["equal"] is False for entry in found) else 0
 
 

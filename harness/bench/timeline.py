@@ -9,6 +9,7 @@ a few percent: `kdtree bench` has the times that count.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import re
 import statistics
@@ -22,8 +23,7 @@ from typing import Any
 from harness import plain_json
 from harness.bench import k26, step
 from harness.cells import INFRASTRUCTURE, PASSED
-from harness.cli import Parser, output
-from harness.files import write_atomic
+from harness.cli import Parser
 from harness.protocol import EngineError
 from refs.config import ModelConfig
 from refs.drafter_config import split
@@ -137,15 +137,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--share-of", type=int, default=1, metavar="N", help="one of N ranks alone, by itself")
     parser.add_argument("--precision", default="int4-bf16")
     parser.add_argument("-M", type=int, action="append", default=[], help="rows of a forward (default 1 and 16)")
-    parser.add_argument("--json", type=output, help="write the lines here as well")
+    parser.add_json("the lines")
     options = parser.parse_args(argv)
     try:
-        seen = _traced(options)
+        with contextlib.redirect_stdout(plain_json.beside(options.json)):
+            seen = _traced(options)
     except (EngineError, OSError, ValueError) as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return INFRASTRUCTURE
-    if options.json:
-        write_atomic(options.json, (plain_json.text(seen) + "\n").encode())
+    plain_json.give(seen, options.json)
     return PASSED
 
 

@@ -36,12 +36,14 @@ def _describe(ledger: Ledger, waivers: Sequence[Waiver]) -> str:
     return f"{ledger.passed} of {ledger.wanted} expected cells passed on {devices}{also}"
 
 
-def _say(path: Path, ledger: Ledger | None, findings: Sequence[Finding], demand: Demand | None, as_json: bool) -> None:
+def _say(
+    path: Path, ledger: Ledger | None, findings: Sequence[Finding], demand: Demand | None, json: Path | None
+) -> None:
     outcome = status(findings)
     summary = _describe(ledger, demand.waivers) if ledger and demand else "no ledger could be judged"
-    if as_json:
-        content = {"ledger": str(path), "status": outcome, "open": outcome == PASSED, "summary": summary}
-        print(plain_json.text({**content, "findings": findings}))
+    content = {"ledger": str(path), "status": outcome, "open": outcome == PASSED, "summary": summary}
+    plain_json.give({**content, "findings": findings}, json)
+    if json == plain_json.PRINTED:
         return
     width = max((len(finding.kind) for finding in findings), default=0)
     for kind in dict.fromkeys(finding.kind for finding in findings):
@@ -73,7 +75,7 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--engine", default=ENGINE, help=f"the engine that must have been judged (default: {ENGINE})")
     parser.add_argument("--waivers", type=Path, metavar="FILE", help=f"default: {WAIVERS} of this checkout")
-    parser.add_argument("--json", action="store_true", help="findings for machines")
+    parser.add_json("findings for machines")
     options = parser.parse_args(argv)
     if options.against is None and (options.max_slowdown is not None or options.allow_removed):
         parser.error("--max-slowdown and --allow-removed need --against")

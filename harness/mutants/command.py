@@ -108,7 +108,7 @@ def _parser() -> Parser:
         "--build-only", action="store_true", help="compile what a later run of them here will link; run none"
     )
     parser.add_argument("--compile-only", action="store_true", help="see whether they compile, many at once; run none")
-    parser.add_argument("--json", action="store_true", help="the records on stdout, everything else on stderr")
+    parser.add_json("the records")
     parser.add_argument("--out", type=output, metavar="FILE", help="write the records there, each as it ends")
     parser.add_argument(
         "--known",
@@ -141,7 +141,7 @@ def main(argv: Sequence[str]) -> int:
     options = _parser().parse_args(argv)
 
     def say(text: str) -> None:
-        print(text, file=sys.stderr if options.json else sys.stdout, flush=True)
+        print(text, file=plain_json.beside(options.json), flush=True)
 
     def keep(results: Sequence[Result]) -> None:
         if options.out:
@@ -152,8 +152,9 @@ def main(argv: Sequence[str]) -> int:
         faults = chosen(options)
         if options.list:
             rows = [{"name": fault.name, "group": fault.group, "says": fault.says} for fault in faults]
-            lines = (f"{row['name']:<34} {row['group']:<10} {row['says']}" for row in rows)
-            print(plain_json.text(rows) if options.json else "\n".join(lines))
+            plain_json.give(rows, options.json)
+            if options.json != plain_json.PRINTED:
+                print("\n".join(f"{row['name']:<34} {row['group']:<10} {row['says']}" for row in rows))
             return PASSED
         if options.compile_only:
             return compile_only(faults, options.device, options.json, say)
@@ -169,8 +170,7 @@ def main(argv: Sequence[str]) -> int:
         return INFRASTRUCTURE
     for text in summary(results):
         say(text)
-    if options.json:
-        print(plain_json.text([result.record() for result in results]))
+    plain_json.give([result.record() for result in results], options.json)
     if any(result.broken for result in results):
         return INFRASTRUCTURE
     return PASSED if all(result.good for result in results) else FAILED
@@ -202,7 +202,7 @@ def build_only(faults: Sequence[Fault], workshop: Workshop, workers: int, say: b
     return INFRASTRUCTURE if broken else PASSED
 
 
-def compile_only(faults: Sequence[Fault], device: str, as_json: bool, say: bundles.Say) -> int:
+def compile_only(faults: Sequence[Fault], device: str, json: Path | None, say: bundles.Say) -> int:
     """Whether the faults compile; the exit status. Raises BuildError."""
     start = time.monotonic()
     checker = syntax.checker(device, HOME)
@@ -210,8 +210,7 @@ def compile_only(faults: Sequence[Fault], device: str, as_json: bool, say: bundl
     for name, why in broken.items():
         say(f"{name:<34} DOES NOT BUILD: {why}")
     say(f"{len(faults) - len(broken)} of {len(faults)} faults and controls compile ({time.monotonic() - start:.0f} s)")
-    if as_json:
-        print(plain_json.text(broken))
+    plain_json.give(broken, json)
     return INFRASTRUCTURE if broken else PASSED
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from harness import ledger as ledgers
@@ -31,7 +31,7 @@ from harness.sources import ROOT
 def run(options: argparse.Namespace, hosts: Sequence[Host], line: str, rest: tuple[str, ...]) -> int:
     """The exit status. Raises HostsError and MatrixError for what is wrong before any host is asked."""
     ssh = Options(options.ssh_config, tuple(options.accept_new_host_key))
-    console = Console(sys.stderr if options.json else sys.stdout, sys.stderr)
+    console = Console(plain_json.beside(options.json), sys.stderr)
     console.width = max(len(host.name) for host in hosts)
     if options.doctor:
         return _look(hosts, console, options.json, lambda host: _doctor(host, ssh, console))
@@ -79,7 +79,7 @@ def _order(options: argparse.Namespace, hosts: Sequence[Host], line: str, rest: 
     )
 
 
-def _look(hosts: Sequence[Host], console: Console, json_wanted: bool, one: Callable[[Host], tuple[bool, Any]]) -> int:
+def _look(hosts: Sequence[Host], console: Console, json: Path | None, one: Callable[[Host], tuple[bool, Any]]) -> int:
     """Ask every host, whatever the others say."""
     report: dict[str, Any] = {}
     fine = True
@@ -90,8 +90,7 @@ def _look(hosts: Sequence[Host], console: Console, json_wanted: bool, one: Calla
             good, report[host.name] = False, {"error": str(error)}
             console.show(host.name, f"cannot be used: {error}")
         fine = fine and good
-    if json_wanted:
-        print(plain_json.text({"ok": fine, "hosts": report}))
+    plain_json.give({"ok": fine, "hosts": report}, json)
     return PASSED if fine else INFRASTRUCTURE
 
 
@@ -111,7 +110,6 @@ def _dry_run(host: Host, order: Order, tree: Snapshot, console: Console) -> tupl
 
 
 def _matrix(order: Order, hosts: Sequence[Host], tree: Snapshot, console: Console, options: argparse.Namespace) -> int:
-    json_wanted = options.json
     started = ledgers.timestamp()
     stop = threading.Event()
     order.run_dir.mkdir(parents=True, exist_ok=True)
@@ -135,10 +133,9 @@ def _matrix(order: Order, hosts: Sequence[Host], tree: Snapshot, console: Consol
         report[run.host.name] = {"cells": cells, "trouble": run.trouble}
         lines.append(f"{run.host.name}: {cells} cells{f'; {run.trouble}' if run.trouble else ''}")
     lines += [*ledgers.summary(ledger), f"ledger: {path}"]
-    put(sys.stderr if json_wanted else sys.stdout, "\n".join(lines) + "\n")
-    if json_wanted:
-        answer = {"run_id": ledger.run_id, "ledger": str(path), "status": status, "hosts": report}
-        put(sys.stdout, json.dumps(answer) + "\n")
+    put(plain_json.beside(options.json), "\n".join(lines) + "\n")
+    answer = {"run_id": ledger.run_id, "ledger": str(path), "status": status, "hosts": report}
+    plain_json.give(answer, options.json)
     return status
 
 

@@ -6,7 +6,6 @@ infrastructure, which includes every host, key, connection or exit status that w
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import shlex
 import signal
@@ -35,7 +34,7 @@ exit status: 0 every expected cell passed, 1 a cell failed, 2 a cell did not run
 (a host that cannot be reached, a lost connection or exit status, a broken build), 130 interrupted"""
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> Parser:
     parser = Parser(
         prog="kdtree remote",
         description="Validate this working tree, uncommitted changes included, on hosts of hosts.yaml.",
@@ -52,7 +51,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--dry-run", action="store_true", help="say what would be sent and run, changing nothing")
     parser.add_argument("--wheels", type=Path, metavar="DIR", help="send these wheels for a host without internet")
     parser.add_argument("--run-dir", type=Path, metavar="DIR", help="where results go (default: reports/<run id>)")
-    parser.add_argument("--json", action="store_true", help="one JSON object on stdout; everything else on stderr")
+    parser.add_json("one JSON object")
     parser.add_argument(
         "--hosts-file", type=Path, default=ROOT / "hosts.yaml", metavar="FILE", help="default: hosts.yaml"
     )

@@ -100,10 +100,10 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--history", type=Path, metavar="DIR", help="margins, times and acceptance of the runs in DIR")
     shown = parser.add_mutually_exclusive_group()
     shown.add_argument("--markdown", action="store_true", help="print Markdown")
-    shown.add_argument("--json", action="store_true", help="print a summary for machines")
+    parser.add_json("a summary for machines", shown)
     options = parser.parse_args(argv)
     if (options.ledger is None) == (options.history is None):
-        parser.error("name a LEDGER, or --history DIR")
+        parser.error("a LEDGER or --history DIR is required")
     if options.history and (options.junit or options.against or options.markdown):
         parser.error("--history goes with --html and --json alone")
     return options
@@ -122,9 +122,8 @@ def _report(options: argparse.Namespace) -> list[Path]:
         written.append(options.junit)
     if options.markdown:
         print(markdown(shown, comparison), end="")
-    elif options.json:
-        print(plain_json.text(machine(shown, comparison)))
-    elif not written:
+    plain_json.give(machine(shown, comparison) if options.json else None, options.json)
+    if not (written or options.markdown or options.json):
         folder = options.ledger if options.ledger.is_dir() else options.ledger.parent
         written += write_reports(ledger, folder, comparison)
         print("\n".join(summary(ledger)))
@@ -134,7 +133,7 @@ def _report(options: argparse.Namespace) -> list[Path]:
 def _history(options: argparse.Namespace) -> list[Path]:
     history = load(options.history)
     if options.json:
-        print(plain_json.text(_machine_history(history)))
+        plain_json.give(_machine_history(history), options.json)
         if not options.html:
             return []
     target = options.html or options.history / HISTORY
@@ -152,5 +151,5 @@ def main(argv: Sequence[str]) -> int:
         print(f"kdtree report: {error}", file=sys.stderr)
         return INFRASTRUCTURE
     for path in written:
-        print(path, file=sys.stderr if options.markdown or options.json else sys.stdout)
+        print(path, file=sys.stderr if options.markdown or options.json == plain_json.PRINTED else sys.stdout)
     return PASSED

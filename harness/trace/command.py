@@ -124,7 +124,7 @@ def _parser() -> Parser:
     parser.add_argument("cell", help="a cell's id, as `kdtree matrix --list` prints it")
     parser.add_argument("--engine", default="csrc", help="the engine to trace (default: csrc)")
     parser.add_argument("--against", default="reference", help="reference, cpu, cuda or an engine's name")
-    parser.add_argument("--json", action="store_true", help="stages and divergence as one object")
+    parser.add_json("stages and divergence as one object")
     return parser
 
 
@@ -133,7 +133,7 @@ def main(argv: Sequence[str]) -> int:
     options = _parser().parse_args(argv)
 
     def say(line: str) -> None:
-        print(line, file=sys.stderr if options.json else sys.stdout, flush=True)
+        print(line, file=plain_json.beside(options.json), flush=True)
 
     try:
         point = parse(options.cell)
@@ -164,5 +164,5 @@ def main(argv: Sequence[str]) -> int:
             "stages": [{"name": stage.name, "agrees": stage.divergence is None} for stage in done],
             "divergence": None if found is None else asdict(found),
         }
-        print(plain_json.text(report))
+        plain_json.give(report, options.json)
     return PASSED if found is None else FAILED
