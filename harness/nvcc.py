@@ -214,8 +214,9 @@ def _against(commit: str, nvcc: tuple[str, str], cuobjdump: str, options: argpar
     changed = sum(change.what != "moved" for change in compared.changes)
     if options.json:
         named = [asdict(c) | {"kernel": n} for c, n in zip(compared.changes, names, strict=True)]
-        print(json.dumps({"nvcc": nvcc[1], "against": commit, "kernels": compared.kernels, "changes": named}))
-    else:
+        content = {"nvcc": nvcc[1], "against": commit, "kernels": compared.kernels, "changes": named}
+        plain_json.give(content, options.json)
+    if options.json != plain_json.PRINTED:
         for change, name in zip(compared.changes, names, strict=True):
             where = f"{change.what:7}  {change.file}  {change.arch}  {name or 'variables of the source'}"
             print(f"{where}\n         {change.detail}" if change.detail else where)
