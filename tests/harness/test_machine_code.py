@@ -58,6 +58,12 @@ def test_a_wait_that_lets_the_last_group_go_on(kept: int, found: list[int]) -> N
     assert writes(PRODUCT, wait, wait, "MOV R57, R3", WAIT, "EXIT") == [3] * kept, "a wait closes none"
 
 
+@pytest.mark.parametrize(("groups", "found"), [(7, []), (6, [8])])
+def test_as_many_groups_as_a_wait_can_leave(groups: int, found: list[int]) -> None:
+    later = [f"HGMMA.64x64x16.F32.BF16 R24, R{100 + 4 * i}, gdesc[UR8], R24, gsb0" for i in range(groups)]
+    assert writes(PRODUCT, *later, "WARPGROUP.DEPBAR.LE gsb0, 0x7", "MOV R57, R3", WAIT, "EXIT") == found
+
+
 def test_branches_are_followed_by_both_ends() -> None:
     """A loop's next turn, which waits only after it has loaded; and what stands behind a branch that is not taken."""
     assert writes("LDS.128 R56, [R3]", WAIT, PRODUCT, "@P0 BRA 0x0", WAIT, "EXIT") == [0]
@@ -112,6 +118,14 @@ def test_writes(line: str) -> None:
     [
         "FADD R24, R24, R56",
         "MOV R60, R56",
+        "MOV R55, R3",
+        "IMAD.WIDE.U32 R54, R11.reuse, R3, R100",
+        "CS2R R54, SRZ",
+        "HMMA.16816.F32.BF16 R52, R4, R8, R12",
+        "F2F.F64.F32 R54, R2",
+        "I2F.F64 R54, R2",
+        "F2I.S64.F64.TRUNC R54, R2",
+        "LDSM.16.M88.4 R52, [R3]",
         "LDS.64 R54, [R56]",
         "LDS.128 R52, [R56]",
         "LDSM.16.M88.2 R54, [R3]",
