@@ -90,6 +90,24 @@ def test_what_is_not_finite_is_never_fine(value: float, allowed: float) -> None:
         parse_cell(edited(data, "checks", 0, "ok", value=True), "f")
 
 
+def test_a_margin_is_the_share_of_the_bound_that_is_used() -> None:
+    """Of a cell, the worst of those that have a bound above zero; what is not a number is the worst of all."""
+
+    def check(value: float, allowed: float) -> Check:
+        return Check("logits.max_abs", value, allowed, Verdict.FAIL_LOGITS)
+
+    half, over, exact, wrong, lost = check(1, 2), check(3, 2), check(0, 0), check(1, 0), check(math.nan, 2)
+    assert [c.margin for c in (half, over, exact, wrong)] == [0.5, 1.5, 0.0, math.inf]
+    assert [cell(A, *c).margin for c in ((exact, wrong), (half, exact), (half, over), (over, half))] == [
+        0,
+        0.5,
+        1.5,
+        1.5,
+    ]
+    assert math.isnan(cell(A, over, lost, half).margin)
+    assert math.isnan(cell(A, lost, over).margin)
+
+
 def test_json_that_is_no_ledger_is_called_so() -> None:
     with pytest.raises(LedgerError, match=r"x\.json: checksum: missing, so this is no ledger"):
         parse_ledger(b"{}", "x.json")
