@@ -1,10 +1,12 @@
 """Options, fixtures and the ledger come from the harness's own pytest plugin; what is slow, from ``slow.py``.
 
-The collector of garbage does not go through what will never be any, and no test's files wait for the disk.
+The collector of garbage does not go through what will never be any, no test's files wait for the disk, and no property
+fails because the machine is busy.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 from collections.abc import Iterator
@@ -17,6 +19,12 @@ pytest_plugins = ["harness.workers", "harness.plugin", "tests.slow"]
 
 for name in HOOKED:  # of a git hook that runs the tests, whose repositories are others
     os.environ.pop(name, None)
+
+with contextlib.suppress(ImportError):  # a host that runs cells alone has none; elsewhere pytest's plugin imports it
+    from hypothesis import HealthCheck, settings
+
+    settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("busy")
 
 gc.disable()  # importing torch and collecting thousands of tests makes millions of objects that stay
 

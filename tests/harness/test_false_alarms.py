@@ -7,9 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from harness.sources import Sources
 from tests import false_alarms
+
+
+def test_no_property_fails_because_the_machine_is_busy() -> None:
+    """By a deadline of each example, or because examples take long to draw."""
+    assert settings.default.deadline is None
+    assert HealthCheck.too_slow in settings.default.suppress_health_check
 
 
 def test_a_series_goes_on_where_it_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

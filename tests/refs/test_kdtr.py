@@ -267,7 +267,7 @@ TENSOR_SETS = st.dictionaries(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(FIELD_SETS, TENSOR_SETS)
 def test_valid_contents_survive_the_round_trip(fields: dict[str, int | float], tensors: dict[str, Any]) -> None:
     data = kdtr.encode(fields, tensors)
@@ -280,7 +280,7 @@ def test_valid_contents_survive_the_round_trip(fields: dict[str, int | float], t
     assert kdtr.encode(got.fields, got.tensors) == data
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=250)
 @given(st.lists(st.tuples(st.integers(0, 578), st.integers(0, 255)), min_size=1, max_size=8), st.booleans())
 def test_mutations_parse_or_raise_the_named_error(changes: list[tuple[int, int]], seal: bool) -> None:
     data = bytearray(documented_bytes())
@@ -297,7 +297,7 @@ def test_mutations_parse_or_raise_the_named_error(changes: list[tuple[int, int]]
         assert sum(t.nbytes for t in got.tensors.values()) <= len(data)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.binary(max_size=700), st.booleans())
 def test_any_bytes_raise_the_named_error(tail: bytes, with_header: bool) -> None:
     data = documented_bytes()[:64] + tail if with_header else tail

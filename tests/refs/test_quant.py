@@ -32,7 +32,7 @@ def test_a_written_group_decodes_to_the_numbers_it_means() -> None:
     assert quant.dequantise(packed, scales, 35)[0].tolist() == [*got[:35].tolist()]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.integers(-8, 7), min_size=1, max_size=100), st.integers(1, 3))
 def test_packing_is_undone(q: list[int], rows: int) -> None:
     array = np.array([q] * rows, np.int8)

@@ -69,7 +69,7 @@ def test_markup_in_a_ledger_stays_text() -> None:
     assert not {"b", "script", "img", "a"} & tables.tags
 
 
-@settings(max_examples=40, deadline=None)  # a deadline would fail on a busy machine
+@settings(max_examples=40)
 @example("a | b ` c & <d> \\ [e](f) *g* #h @i $j$ ~k~ !l")
 @given(st.text(min_size=1, max_size=60))
 def test_no_text_breaks_the_table(text: str) -> None:

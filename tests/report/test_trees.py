@@ -54,7 +54,7 @@ def test_what_is_no_tree_is_drawn_and_said(tree: Tree, says: str) -> None:
     assert drawing.width >= PITCH_X
 
 
-@settings(max_examples=60, deadline=None)  # a deadline would fail on a busy machine
+@settings(max_examples=60)
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(-3, 40)), max_size=40), st.lists(st.integers(-2, 50)))
 def test_any_rows_are_drawn_apart_and_inside(rows: list[tuple[int, int]], accepted: list[int]) -> None:
     tree = Tree(tuple(t for t, _ in rows), tuple(p for _, p in rows), tuple(accepted))
