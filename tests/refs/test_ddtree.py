@@ -77,6 +77,14 @@ def test_a_depth_of_nothing_ends_the_tree_there() -> None:
     assert build(0, draft[:0], 50).size == 1
 
 
+@pytest.mark.parametrize("budget", [0, 1, 2, 9])
+def test_a_chain_is_the_best_token_of_each_depth(budget: int) -> None:
+    draft = drafts(6, 4, 1.0, 5)
+    tree = build(3, draft, budget, chain=True)
+    assert tree.tokens == (3, *draft.argmax(axis=1)[:budget].tolist())
+    assert tree.parents == tuple(range(-1, min(budget, 4)))
+
+
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_logits_that_cannot_be_ranked_are_an_error(bad: float) -> None:
     draft = drafts(4, 3, 0.0, 1)
