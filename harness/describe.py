@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 
 from harness.cells import BadRound, Cell
 from harness.matrix import is_large
+
+WIDTH = 120
+"""Columns of what is printed; a line to be copied, and a tree, may be longer."""
+
+
+def filled(line: str, indent: str) -> str:
+    """``line`` in lines of at most `WIDTH`, all but the first behind ``indent``; words are never broken."""
+    return "\n".join(
+        textwrap.wrap(
+            line, WIDTH, subsequent_indent=indent, drop_whitespace=True, break_long_words=False, break_on_hyphens=False
+        )
+    )
 
 
 def rerun_line(engine: str, id: str) -> str:
@@ -17,11 +30,11 @@ def rerun_line(engine: str, id: str) -> str:
 
 def describe(cell: Cell) -> str:
     """A failed cell for its reader: what, where first, how far, and how to see it again."""
-    lines = [f"{cell.id}: {cell.verdict.value}", f"  {cell.detail}"]
-    lines += [f"  also: {check.sentence}" for check in [c for c in cell.checks if not c.ok][1:7]]
+    said = [cell.detail, *(f"also: {check.sentence}" for check in [c for c in cell.checks if not c.ok][1:7])]
     if cell.divergence:
         d = cell.divergence
-        lines.append(f"  first divergence: {d.detail or d.tap}")
+        said.append(f"first divergence: {d.detail or d.tap}")
+    lines = [f"{cell.id}: {cell.verdict.value}", *(filled(f"  {line}", "    ") for line in said)]
     if cell.bad_round:
         lines += _trees(cell.bad_round)
     lines += [f"  seed {cell.seed}, host {cell.host}, worker {cell.worker or 'main'}", f"  again: {cell.rerun}"]

@@ -10,6 +10,7 @@ import fcntl
 import os
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections import OrderedDict
@@ -67,18 +68,25 @@ class Runner:
         ``on_hang`` gets the record when native code does not return and this process is about to end.
         """
         start = time.perf_counter()
-        late = self.blank(point, Verdict.TIMEOUT, f"took longer than {self._seconds:g} s")
+        main = threading.get_ident()
+
+        def late(frames: traceback.StackSummary) -> Cell:
+            more = f"took longer than {self._seconds:g} s{_doing(frames)}; --cell-timeout SECONDS allows more"
+            return self.blank(point, Verdict.TIMEOUT, more)
+
+        def hangs() -> None:
+            on_hang(late(traceback.extract_stack(sys._current_frames()[main])))
+
         try:
-            with _turn(point), limit(self._seconds, lambda: on_hang(late)):
+            with _turn(point), limit(self._seconds, hangs):
                 cell = self._judge(point)
-        except CellTimeout:
-            cell = late
+        except CellTimeout as error:
+            cell = late(traceback.extract_tb(error.__traceback__))
         except NonFiniteError as error:
             check = exactly("engine.finite", 1, Verdict.FAIL_NONFINITE, f"NonFiniteError: {error}")
             cell = replace(self.blank(point, *judge([check])), checks=(check,))
         except Exception as error:
-            frames = traceback.extract_tb(error.__traceback__)
-            where = f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else "?"
+            where = _place(traceback.extract_tb(error.__traceback__)[-1])
             first, _, rest = str(error).partition("\n")
             if rest:  # a job of ranks tells what each of them said: for the reader of this test, not for the ledger
                 print(error, file=sys.stderr, flush=True)
@@ -162,6 +170,18 @@ class Runner:
         self._ar.pop(_key(point), None)
         if found:
             _close(found[0])
+
+
+def _place(frame: traceback.FrameSummary) -> str:
+    return f"{Path(frame.filename).name}:{frame.lineno}"
+
+
+def _doing(frames: traceback.StackSummary) -> str:
+    """What was under way: the harness's own step, and the line in the engine that it had reached."""
+    own = Path(__file__).parent
+    at = [frame for frame in frames if Path(frame.filename).name not in ("limit.py", "runner.py")]
+    asking = [frame for frame in at if own in Path(frame.filename).parents]
+    return f", in {Path(asking[-1].filename).stem}.{asking[-1].name} (at {_place(at[-1])})" if asking else ""
 
 
 @contextlib.contextmanager

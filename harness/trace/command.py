@@ -8,6 +8,7 @@ divergence of the first stage that has one is the answer.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -16,10 +17,12 @@ from pathlib import Path
 from harness import plain_json
 from harness.cells import DEVICES, FAILED, INFRASTRUCTURE, PASSED, Divergence
 from harness.cli import Parser
+from harness.describe import filled
 from harness.engines import create
 from harness.golden import Golden, GoldenError
 from harness.matrix import MatrixError, expected, parse, rankable
 from harness.prepare import Infrastructure, prepare
+from harness.progress import tell, told
 from harness.protocol import EngineError, NonFiniteError, Session
 from harness.rounding import operations
 from harness.trace import steps as trace_steps
@@ -57,15 +60,23 @@ def prefill(session: Session, golden: Golden, against: Expected | None = None) -
     if beyond is None:
         session.reset()
         rows = session.prefill(tokens)[len(golden.prompt) - 1 :]
-        told = "prefill, whose taps agree, by step"
-        return trace_taps.differ(golden, "logits", rows, golden.logits, bound, told)
+        what = "prefill, whose taps agree, by step"
+        return trace_taps.differ(golden, "logits", rows, golden.logits, bound, what)
     return trace_taps.first(golden, taps, trace_taps.reference(golden, tokens), operations=True) or beyond
 
 
 def stages(
-    session: Session, golden: Golden, drafter: str = "", seed: int = 0, against: Expected | None = None
+    session: Session,
+    golden: Golden,
+    drafter: str = "",
+    seed: int = 0,
+    against: Expected | None = None,
+    say: Callable[[str], None] | None = None,
 ) -> Iterator[Stage]:
-    """One stage after the other, up to the first that diverges. Raises what the engine raises."""
+    """One stage after the other, up to the first that diverges; ``say`` hears of one that takes long.
+
+    Raises what the engine raises.
+    """
     steps: list[tuple[str, Callable[[], Divergence | None]]] = [
         ("prefill", lambda: prefill(session, golden, against)),
         ("steps", lambda: trace_steps.stepping(session, golden)),
@@ -77,7 +88,8 @@ def stages(
         steps.append(("sampling", lambda: trace_steps.sampling(session, golden, drafter, seed)))
         steps.append(("widths", lambda: trace_steps.widths(session, golden, seed)))
     for name, run in steps:
-        found = run()
+        with told(f"trace: {name}", say) if say else contextlib.nullcontext():
+            found = run()
         if found is not None:
             found = replace(found, detail=f"{found.detail}{BEFORE}")
         yield Stage(name, found)
@@ -148,21 +160,22 @@ def main(argv: Sequence[str]) -> int:
         )
         against = None if options.against == "reference" else other_engine(options.against, golden)
         done: list[Stage] = []
-        for stage in stages(session, golden, point.drafter, point.seed, against):
+        for stage in stages(session, golden, point.drafter, point.seed, against, tell):
             done.append(stage)
-            say(f"{stage.name:<9} {'agrees' if stage.divergence is None else 'DIVERGES: ' + stage.divergence.detail}")
+            found = "agrees" if stage.divergence is None else f"DIVERGES: {stage.divergence.detail}"
+            say(filled(f"{stage.name:<9} {found}", " " * 10))
     except (MatrixError, Infrastructure, EngineError, GoldenError) as error:
         named = f"{type(error).__name__}: " if isinstance(error, EngineError) else ""  # which of the protocol's it is
         print(f"kdtree trace: {named}{error}", file=sys.stderr)
         return INFRASTRUCTURE
-    found = done[-1].divergence
+    divergence = done[-1].divergence
     if options.json:
         report = {
             "cell": point.id,
             "engine": options.engine,
             "against": options.against,
             "stages": [{"name": stage.name, "agrees": stage.divergence is None} for stage in done],
-            "divergence": None if found is None else asdict(found),
+            "divergence": None if divergence is None else asdict(divergence),
         }
         plain_json.give(report, options.json)
-    return PASSED if found is None else FAILED
+    return PASSED if divergence is None else FAILED

@@ -17,7 +17,7 @@ from harness.cells import Divergence
 from harness.checks import SAMPLING_TEMPERATURE
 from harness.golden import Golden
 from harness.protocol import F32, Decoded, Round, Session
-from harness.trace.taps import Array, differ, order
+from harness.trace.taps import Array, chosen, differ, order
 from harness.widths import ancestors, draw
 from refs.drafters import DFLASH
 
@@ -71,7 +71,7 @@ def unlike(golden: Golden, got: Mapping[str, Array], want: Mapping[str, Array], 
     """The first tap that both sides have and whose bits differ."""
     for tap in order(golden, operations=True):
         if tap in got and tap in want:
-            found = differ(golden, tap, got[tap], want[tap], 0.0, told)
+            found = differ(golden, tap, got[tap], want[tap], 0.0, told, chosen(got, tap))
             if found is not None:
                 return found
     return None

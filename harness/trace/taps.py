@@ -77,10 +77,19 @@ def title(tap: str) -> str:
     return f"layer {layer}, {operation}"
 
 
-def place(golden: Golden, tap: str, index: Sequence[int]) -> str:
-    """``row 5, head 2, element 7`` for an index of `shaped`."""
+def place(golden: Golden, tap: str, index: Sequence[int], ids: Array | None = None) -> str:
+    """``row 5, head 2, element 7`` for an index of `shaped`; ``ids`` [rows, k]: the experts that were chosen."""
     names = ["row", *(name for name, _ in axes(golden, tap))]
-    return ", ".join(f"{name} {i}" for name, i in zip(names, index, strict=True))
+    said = [f"{name} {i}" for name, i in zip(names, index, strict=True)]
+    if ids is not None and names[1] == "choice":
+        said[1] += f" (expert {int(ids[index[0], index[1]])})"
+    return ", ".join(said)
+
+
+def chosen(rows: Mapping[str, Array], tap: str) -> Array | None:
+    """The experts that the layer of ``tap`` chose in every row, for a tap behind the choice."""
+    layer, _, operation = tap.rpartition(".")
+    return None if operation == "ids" else rows.get(f"{layer}.ids")
 
 
 def shaped(golden: Golden, tap: str, rows: Array) -> Array:
@@ -88,8 +97,13 @@ def shaped(golden: Golden, tap: str, rows: Array) -> Array:
     return rows.reshape(rows.shape[0], *(length for _, length in axes(golden, tap)))
 
 
-def differ(golden: Golden, tap: str, got: Array, want: Array, allowed: float, told: str = "") -> Divergence | None:
-    """The worst element of one tap if it is beyond ``allowed``; ``told`` says before what is compared with what."""
+def differ(
+    golden: Golden, tap: str, got: Array, want: Array, allowed: float, told: str = "", ids: Array | None = None
+) -> Divergence | None:
+    """The worst element of one tap if it is beyond ``allowed``; ``told`` says before what is compared with what.
+
+    ``ids``: see `place`.
+    """
     where = f"{told + ': ' if told else ''}{title(tap)}"
     if got.shape != want.shape:
         detail = f"{where}: shape {list(got.shape)}, expected {list(want.shape)}"
@@ -102,7 +116,7 @@ def differ(golden: Golden, tap: str, got: Array, want: Array, allowed: float, to
     first = int(np.argwhere(apart > allowed)[0][0])
     a, b = float(got[index]), float(want[index])
     detail = (
-        f"{where}, {place(golden, tap, index)}: got {a:.9g}, want {b:.9g}, allowed {allowed:.3g} "
+        f"{where}, {place(golden, tap, index, ids)}: got {a:.9g}, want {b:.9g}, allowed {allowed:.3g} "
         f"({count} of {apart.size} elements beyond it, from row {first} on)"
     )
     return Divergence(tap, index, a, b, allowed, count, detail)
@@ -114,7 +128,7 @@ def first(
     """The first tap in the order of computation that is beyond its bound; taps that either side lacks are left out."""
     for tap in order(golden, operations=operations):
         if tap in got and tap in expected.rows:
-            found = differ(golden, tap, got[tap], expected.rows[tap], expected.allowed[tap], told)
+            found = differ(golden, tap, got[tap], expected.rows[tap], expected.allowed[tap], told, chosen(got, tap))
             if found is not None:
                 return found
     return None

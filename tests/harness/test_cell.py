@@ -110,9 +110,13 @@ def test_a_wrong_engine_gets_the_verdict_of_its_fault(micro: Path, fault: str) -
     point, verdict = PROVOKED[fault]
     cell = run(micro, point, f"wrong:{fault}", seconds=0.3 if fault == "hang" else 60.0)
     assert (cell.verdict, cell.rerun) == (verdict, f"nox -s test -- -k {point.id} --engine wrong:{fault}")
-    text = describe(cell)
+    assert all(len(line) <= 120 for line in describe(cell).splitlines())
+    text = " ".join(describe(cell).split())
     for part in (verdict.value, point.id, str(cell.seed), cell.rerun, cell.detail, "worker gw0"):
         assert part in text
+    if fault == "hang":
+        assert "0.3 s, in wrong_engine._hang (at wrong_engine.py:" in text
+        assert "--cell-timeout SECONDS allows more" in text
 
 
 class Tampered(ReferenceSession):

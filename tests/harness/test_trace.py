@@ -212,7 +212,21 @@ def test_a_loop_that_parts_from_its_parts(path: Path, fault: str, tap: str) -> N
     assert cell.verdict is not Verdict.PASS
     assert cell.divergence is not None
     assert cell.divergence.tap == tap
-    assert f"first divergence: {cell.divergence.detail}" in describe(cell)
+    assert f"first divergence: {cell.divergence.detail}" in " ".join(describe(cell).split())
+
+
+def test_a_value_of_an_expert_names_it(golden: Golden) -> None:
+    k = golden.field("num_experts_per_tok")
+    want = np.zeros((2, 8 * k))
+    got: npt.NDArray[np.float32] = want.astype(np.float32)
+    got[1, -1] = 1.0
+    ids = np.arange(2 * k, dtype=np.float32).reshape(2, k)[:, ::-1]
+    tap = "layers.1.moe.act"
+    d = trace_taps.first(
+        golden, {tap: got, "layers.1.moe.ids": ids}, trace_taps.Expected("", {tap: want}, {tap: 0.0}), operations=True
+    )
+    assert d is not None
+    assert f"row 1, choice {k - 1} (expert {k}), element 7: got 1" in d.detail
 
 
 def test_nan_is_a_divergence(golden: Golden) -> None:
