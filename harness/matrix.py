@@ -77,6 +77,7 @@ def parse(id: str) -> Point:
         parts.insert(3, "")
     if (
         len(parts) != 5
+        or parts[1] not in DECODERS
         or not all(_NAME.fullmatch(part) for part in (*parts[0].split("-"), *parts[1:]) if part)
         or (parts[1] == "ar") != (not parts[3])
     ):

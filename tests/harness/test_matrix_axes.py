@@ -113,7 +113,18 @@ def test_neighbours_share_a_bundle_and_a_precision() -> None:
 
 
 @pytest.mark.parametrize(
-    "id", ["", "x2", "fp32", "fp32-ar-tiny", "fp32-ar-tiny-x-cpu", "fp32-ddtree-tiny-cpu", "a-b-c-d-e-f", "FP-ar-c-cpu"]
+    "id",
+    [
+        "",
+        "x2",
+        "fp32",
+        "fp32-ar-tiny",
+        "fp32-ar-tiny-x-cpu",
+        "fp32-xx-tiny-x-cpu",
+        "fp32-ddtree-tiny-cpu",
+        "a-b-c-d-e-f",
+        "FP-ar-c-cpu",
+    ],
 )
 def test_what_is_no_id_is_refused(id: str) -> None:
     with pytest.raises(MatrixError, match="is no cell id"):
