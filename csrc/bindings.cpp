@@ -278,7 +278,10 @@ std::vector<int32_t> ints(const Tensor& t, const char* what) {
 }
 
 Window window_of(int64_t rank, const std::vector<int64_t>& windows, int64_t bytes, double seconds) {
-  need(windows.size() <= kWindowRanks, "windows", "are of more ranks than a window may have");
+  if (windows.size() > kWindowRanks) {
+    throw Error("RequestError", "argument windows: " + std::to_string(windows.size()) + " ranks, a window is for " + std::to_string(kWindowRanks) +
+                                    " at most: set KDTREE_RANKS_WINDOW=0 to go without");
+  }
   Window w{static_cast<int>(rank), static_cast<int>(windows.size()), {}, static_cast<size_t>(bytes), seconds};
   for (size_t r = 0; r < windows.size(); ++r) w.of[r] = reinterpret_cast<void*>(windows[r]);
   return w;

@@ -159,6 +159,7 @@ void check_relations(const ModelConfig& c, const Checker& check) {
   check.width("num_heads", heads, c.kv_lora_rank);
   check.width("kv_lora_rank", static_cast<int64_t>(c.kv_lora_rank) + c.qk_rope_head_dim, 1);
   check.width("n_shared_experts", c.moe_intermediate_size, c.n_shared_experts);
+  check.width("num_experts_per_tok", c.moe_intermediate_size, static_cast<int64_t>(c.num_experts_per_tok) + c.n_shared_experts);
 }
 
 }  // namespace

@@ -186,7 +186,7 @@ void Session::forward_round() {
     backend_->record_tree({tree_log_.i32(), entries, width_, rows, step_->accepted.i32(), state});
   }
   backend_->kv_commit({forward_->cache().data(), config_.num_layers, config_.kv_lora_rank, config_.qk_rope_head_dim,
-                       step_->accepted.i32(), width_, forward_->scratch(), state, forward_->numerics()});
+                       step_->accepted.i32(), state, forward_->numerics()});
   if (drafting) drafter_->extend_accepted(step_->accepted.i32(), width_, forward_->scratch());
   if (!collective_.ranks().alone()) sum_round();
 }
@@ -264,7 +264,7 @@ const DecodeResult& Session::result(int64_t ticket) const {
 
 void Session::recorded_logits(int64_t ticket, float* logits) {
   check_ticket(ticket);
-  if (!request_.record) throw Error("RequestError", "the decode did not record");
+  if (!request_.record) throw Error("RequestError", "the decode did not record; begin it with `record`");
   std::memcpy(logits, first_logits_.data(), sizeof(float) * first_logits_.size());
   const size_t bytes = sizeof(float) * first_logits_.size() * result_.tokens.size();
   if (bytes > 0) backend_->download(logits + first_logits_.size(), logit_log_.get(), bytes);
@@ -272,7 +272,7 @@ void Session::recorded_logits(int64_t ticket, float* logits) {
 
 const std::vector<float>& Session::recorded_draft(int64_t ticket) const {
   check_ticket(ticket);
-  if (!request_.record || !request_.dflash) throw Error("RequestError", "the decode did not record a drafter of its own");
+  if (!request_.record || !request_.dflash) throw Error("RequestError", "the decode did not record a drafter of its own; begin it with `record` and the drafter dflash");
   return draft_log_;
 }
 
@@ -283,7 +283,7 @@ int64_t Session::recorded_trees_size(int64_t ticket) const {
 
 void Session::recorded_trees(int64_t ticket, int32_t* trees) {
   const auto bytes = sizeof(int32_t) * static_cast<size_t>(recorded_trees_size(ticket));
-  if (!request_.record) throw Error("RequestError", "the decode did not record");
+  if (!request_.record) throw Error("RequestError", "the decode did not record; begin it with `record`");
   if (bytes > 0) backend_->download(trees, tree_log_.get(), bytes);
 }
 

@@ -88,11 +88,8 @@ Drafter::Drafter(Backend& backend, const ModelConfig& model, DrafterConfig confi
 size_t Drafter::scratch_bytes() const {
   const DrafterConfig& c = config_;
   const int d = model_.hidden_size, block = c.block_size, taps = static_cast<int>(c.taps.size());
-  return std::max({backend_.linear_scratch(d, taps * d, max_rows_), backend_.linear_scratch(2 * c.kv_width(), d, max_rows_),
-                   backend_.linear_scratch(2 * c.kv_width(), d, block), backend_.linear_scratch(c.q_width(), d, block),
-                   backend_.linear_scratch(d, c.q_width(), block), backend_.linear_scratch(2 * c.intermediate_size, d, block),
-                   backend_.linear_scratch(d, c.intermediate_size, block),
-                   backend_.linear_scratch(model_.vocab_size, d, block - 1)});
+  return std::max({backend_.linear_scratch(taps * d, max_rows_), backend_.linear_scratch(d, max_rows_), backend_.linear_scratch(d, block),
+                   backend_.linear_scratch(c.q_width(), block), backend_.linear_scratch(c.intermediate_size, block)});
 }
 
 void Drafter::linear(const float* x, int width, const int32_t* n_rows, const float* norm,

@@ -95,24 +95,16 @@ Forward::Forward(Backend& backend, const ModelConfig& config, const ModelWeights
   o_lat_ = held(share(c.num_heads) * c.kv_lora_rank, "o_lat");
   size_t scratch = 0;
   const auto need = [&](size_t bytes) { scratch = std::max(scratch, bytes); };
-  need(backend.linear_scratch(c.q_lora_rank + c.kv_width(), c.hidden_size, max_rows));
-  need(backend.linear_scratch(c.q_width(), c.q_lora_rank, max_rows));
-  need(backend.linear_scratch(c.hidden_size, c.o_width(), max_rows));
-  need(backend.linear_scratch(c.vocab_size, c.hidden_size, max_rows));
+  for (const int k : {c.hidden_size, c.q_lora_rank, c.o_width()}) need(backend.linear_scratch(k, max_rows));
   need(backend.attention_scratch(dims(), max_rows, context));
   need(backend.select_scratch(max_rows, c.vocab_size));
-  need(backend.commit_scratch(c.num_layers, c.kv_lora_rank, c.qk_rope_head_dim, max_rows));
-  if (c.first_k_dense > 0) {
-    need(backend.linear_scratch(2 * c.intermediate_size, c.hidden_size, max_rows));
-    need(backend.linear_scratch(c.hidden_size, c.intermediate_size, max_rows));
-  }
+  if (c.first_k_dense > 0) need(backend.linear_scratch(c.intermediate_size, max_rows));
   if (c.has_moe()) {
     router_logits_ = floats(c.n_routed_experts, "router.logits");
     ids_ = ints(m * static_cast<size_t>(c.num_experts_per_tok), "router.ids");
     expert_weights_ = floats(c.num_experts_per_tok, "router.weights");
     expert_act_ = held(c.num_experts_per_tok * c.moe_intermediate_size, "experts.act");
     shared_act_ = held(c.shared_inner(), "shared.act");
-    need(backend.linear_scratch(c.n_routed_experts, c.hidden_size, max_rows));
     need(backend.moe_scratch(max_rows, c.num_experts_per_tok, c.n_routed_experts, c.moe_intermediate_size, c.hidden_size));
   }
   scratch_ = Buffer(backend, scratch, "scratch");

@@ -93,7 +93,7 @@ struct LinearArgs {
   const float* norm_w; float eps;  // norm_w non-null: x is replaced by rms(x, norm_w, eps)
   Weight w[2]; void* out[2]; int ldo[2]; int parts;  // parts 1 or 2; out is f32, but for kSiluMul
   Epilogue epilogue;
-  void* scratch;  // linear_scratch(sum of n, k, max_rows) bytes
+  void* scratch;  // linear_scratch(k, max_rows) bytes
   int max_rows; const int32_t* n_rows;
   Numerics numerics = Numerics::kF32;
 };
@@ -284,7 +284,7 @@ struct AcceptArgs {
 
 struct KvCommitArgs {  // cache row base + accepted[j] -> base + j, for every layer
   const MlaCache* layers; int n_layers; int rank, rope;  // layers: array in host memory, constant for a session's life
-  const int32_t* accepted; int max_rows; void* scratch; const StepState* state;
+  const int32_t* accepted; const StepState* state;
   Numerics numerics = Numerics::kF32;
 };
 
@@ -356,12 +356,11 @@ class Backend {
   virtual std::map<std::string, uint64_t> counters() const = 0;
   virtual void reset_counters() = 0;
 
-  virtual size_t linear_scratch(int n, int k, int max_rows) const = 0;
+  virtual size_t linear_scratch(int k, int max_rows) const = 0;
   virtual size_t attention_scratch(const MlaDims&, int max_rows, int max_keys) const = 0;
   virtual size_t moe_scratch(int max_rows, int top_k, int experts, int inner, int dim) const = 0;
   virtual size_t select_scratch(int max_rows, int vocab) const = 0;
   virtual size_t tree_scratch(int vocab, int block_size, int budget) const = 0;
-  virtual size_t commit_scratch(int n_layers, int rank, int rope, int max_rows) const = 0;
 
   virtual void draw_experts(const DrawExpertsArgs&) = 0;  // at load time, before any step
   virtual void embed(const EmbedArgs&) = 0;

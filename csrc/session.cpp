@@ -30,7 +30,7 @@ Session::Session(std::unique_ptr<Backend> backend, std::shared_ptr<const KdtrFil
       context_(context == 0 ? config_.max_context : checked(context, 1, config_.max_context, "context")),
       max_rows_(checked(max_rows, 1, kMaxRows, "max_rows")),
       collective_(*backend_, ranks, transport) {
-  if (context_ > std::numeric_limits<int>::max() - max_rows_) throw Error("RequestError", "context plus max_rows exceeds 2^31-1");
+  if (context_ > std::numeric_limits<int>::max() - max_rows_) throw Error("RequestError", "context plus max_rows exceeds 2^31-1; open the session with a shorter context");
   check_ranks(config_, ranks.count, file_->view().label());
   weights_ = load_weights(*backend_, file_->view(), config_, precision, ranks);
   backend_->set_graphs(graphs);
@@ -40,7 +40,7 @@ Session::Session(std::unique_ptr<Backend> backend, std::shared_ptr<const KdtrFil
   draft_config_ = read_drafter(file_->view(), config_);
   if (draft_config_) {
     if (draft_config_->block_size > std::numeric_limits<int>::max() - context_) {
-      throw Error("RequestError", "context plus draft_block_size exceeds 2^31-1");
+      throw Error("RequestError", "context plus draft_block_size exceeds 2^31-1; open the session with a shorter context");
     }
     if (ranks.lead()) {
       draft_weights_ = load_drafter(*backend_, file_->view(), config_, *draft_config_, precision, ranks.alone() ? &weights_ : nullptr);
@@ -276,7 +276,7 @@ void Session::commit(const std::vector<int32_t>& path) {
   upload_state(length_, static_cast<int>(verified_.size()));
   backend_->upload(step_->accepted.get(), path.data(), sizeof(int32_t) * path.size());
   backend_->kv_commit({forward_->cache().data(), config_.num_layers, config_.kv_lora_rank, config_.qk_rope_head_dim,
-                       step_->accepted.i32(), max_rows_, forward_->scratch(), forward_->state(), forward_->numerics()});
+                       step_->accepted.i32(), forward_->state(), forward_->numerics()});
   length_ += n;
   verified_.clear();
 }

@@ -2,7 +2,8 @@
 
 Guarantees: kernels are compared by all that the device sees of them (``harness/cubin.py``), byte for byte; lines and
 names of files do not count, nor does where a kernel stands. Both trees are compiled with this checkout's flags. A
-source that reads the same files, or the same text once preprocessed, is not compiled; what was compiled is kept.
+source that reads the same files, or the same text once preprocessed, is not compiled, and one that is compiled to the
+same PTX not assembled, since of the same PTX ptxas makes the same code. What was made is kept.
 """
 
 from __future__ import annotations
@@ -148,23 +149,43 @@ class Trees:
         lines = self._run(root, source, arch, "-E").splitlines()
         return b"\n".join(line for line in lines if line.strip() and not re.match(rb"# \d+ ", line))
 
-    def _kernels(self, root: Path, source: str, arch: str, text: bytes) -> Kernels:
+    def _kept(self, source: str, arch: str, text: bytes, suffix: str) -> Path:
         digest = hashlib.sha256(json.dumps([self.version, list(self.flags[arch])]).encode() + text).hexdigest()
-        kept = self.cache / f"{source.removesuffix('.cu')}-{digest[:24]}.cubin.z"
+        return self.cache / f"{source.removesuffix('.cu')}-{digest[:24]}.{suffix}"
+
+    def _made(self, root: Path, source: str, arch: str, stage: str) -> bytes:
+        with tempfile.TemporaryDirectory() as folder:
+            out = Path(folder) / "out"
+            self._run(root, source, arch, stage, "-o", str(out))
+            return out.read_bytes()
+
+    def _ptx(self, root: Path, source: str, arch: str, text: bytes) -> bytes:
+        """A hash of the PTX without lines, comments, debug sections, and the names that only this tree has."""
+        kept = self._kept(source, arch, text, "ptx")
         if not kept.exists():
-            with tempfile.TemporaryDirectory() as folder:
-                out = Path(folder) / "out.cubin"
-                self._run(root, source, arch, "-cubin", "-o", str(out))
-                write_atomic(kept, zlib.compress(out.read_bytes()))
+            code = self._made(root, source, arch, "-ptx").decode().split("\n\t.section", 1)[0]
+            lines = [
+                line for line in code.splitlines() if not re.match(r"\s*(\.loc\b|\.file\b|//|\$L__tmp)|\s*$", line)
+            ]
+            write_atomic(kept, hashlib.sha256(cubin.plain("\n".join(lines)).encode()).digest())
+        return kept.read_bytes()
+
+    def _kernels(self, root: Path, source: str, arch: str, text: bytes) -> Kernels:
+        kept = self._kept(source, arch, text, "cubin.z")
+        if not kept.exists():
+            write_atomic(kept, zlib.compress(self._made(root, source, arch, "-cubin")))
         return {(source, name): parts for name, parts in cubin.kernels(zlib.decompress(kept.read_bytes())).items()}
 
     def kernels(self, source: str, arch: str) -> tuple[Kernels, Kernels]:
-        """What a source's kernels were and are; nothing of either where the compiler would read the same text."""
+        """What a source's kernels were and are; nothing of either where they are made from the same text or PTX."""
         roots = [root for root in (self.before, self.after) if source in self.sources(root)]
         texts = [self._text(root, source, arch) for root in roots]
         if len(texts) == 2 and texts[0] == texts[1]:
             return {}, {}
-        made = {root: self._kernels(root, source, arch, text) for root, text in zip(roots, texts, strict=True)}
+        pairs = list(zip(roots, texts, strict=True))
+        if len(pairs) == 2 and len({self._ptx(root, source, arch, text) for root, text in pairs}) == 1:
+            return {}, {}
+        made = {root: self._kernels(root, source, arch, text) for root, text in pairs}
         return made.get(self.before, {}), made.get(self.after, {})
 
 

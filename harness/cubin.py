@@ -41,12 +41,17 @@ def _text(table: bytes, at: int) -> str:
     return table[at : table.index(0, at)].decode()
 
 
-def plain(name: str) -> str:
-    """A mangled name in which unnamed namespaces are called as the host's compiler calls them."""
-    while found := re.search(r"(?<!\d)(\d+)_GLOBAL__N__", name):
-        end = found.end(1) + int(found.group(1))
-        name = f"{name[: found.start()]}12_GLOBAL__N_1{name[end:]}"
-    return name
+def plain(text: str) -> str:
+    """Mangled names with unnamed namespaces called as the host's compiler calls them."""
+
+    def shorter(found: re.Match[str]) -> str:
+        name = found.group()
+        while place := re.search(r"(?<!\d)(\d+)_GLOBAL__N__", name):
+            end = place.end(1) + int(place.group(1))
+            name = f"{name[: place.start()]}12_GLOBAL__N_1{name[end:]}"
+        return name
+
+    return re.sub(r"[\w$]*_GLOBAL__N__[\w$]*", shorter, text)
 
 
 def _sections(cubin: bytes) -> list[_Section]:

@@ -86,11 +86,10 @@ void kv_commit(int64_t handle, std::vector<Tensor> latents, std::vector<Tensor> 
   const Numerics numerics = numerics_of(is_bf16(latents[0]));
   std::vector<MlaCache> layers;
   for (size_t i = 0; i < latents.size(); ++i) layers.push_back(cache_of(latents[i], k_ropes[i], numerics));
-  const int n = static_cast<int>(layers.size()), rank = dim(latents[0], 1), rope = dim(k_ropes[0], 1), m = dim(accepted, 0);
-  void* const scratch = call.scratch(call.backend().commit_scratch(n, rank, rope, m));
+  const int n = static_cast<int>(layers.size()), rank = dim(latents[0], 1), rope = dim(k_ropes[0], 1);
   const int32_t* const rows = data<int32_t>(accepted, "accepted");
   const StepState* const s = step_state(state);
-  call.run([=](Backend& b) { b.kv_commit({layers.data(), n, rank, rope, rows, m, scratch, s, numerics}); });
+  call.run([=](Backend& b) { b.kv_commit({layers.data(), n, rank, rope, rows, s, numerics}); });
 }
 
 // Their signatures.

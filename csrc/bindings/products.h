@@ -34,7 +34,7 @@ void rms_norm(int64_t handle, Tensor out, Tensor x, Tensor w, double eps, Tensor
   call.run([=](Backend& b) { b.rms_norm(to, from, weight, static_cast<float>(eps), d, m, n_rows); });
 }
 
-// norm_w, scales: empty for none. epilogue: 0 store, 1 residual, 2 silu(first) * second. scratch(n, k, m): linear_scratch's.
+// norm_w, scales: empty for none. epilogue: 0 store, 1 residual, 2 silu(first) * second. scratch(k, m): linear_scratch's.
 template <typename Scratch>
 LinearArgs linear_args(const Tensor& x, const Tensor& norm_w, double eps, const std::vector<Tensor>& weights, const std::vector<Tensor>& scales,
                        const std::vector<Tensor>& outs, int64_t epilogue, const Tensor& state, bool bf16, const Scratch& scratch) {
@@ -51,17 +51,15 @@ LinearArgs linear_args(const Tensor& x, const Tensor& norm_w, double eps, const 
   a.norm_w = normed ? sized<float>(norm_w, k, "norm_w") : nullptr;
   a.eps = static_cast<float>(eps);
   a.parts = static_cast<int>(weights.size());
-  int n = 0;
   for (int i = 0; i < a.parts; ++i) {
     a.w[i] = weight_of(weights[i], scales[i], k);
-    n += a.w[i].n;
     a.out[i] = activation(outs[gated ? 0 : i], static_cast<int64_t>(m) * a.w[i].n, gated ? a.numerics : Numerics::kF32, "out");
     a.ldo[i] = a.w[i].n;
   }
   a.epilogue = static_cast<Epilogue>(epilogue);
   a.max_rows = m;
   a.n_rows = &step_state(state)->n_rows;
-  a.scratch = scratch(n, k, m);
+  a.scratch = scratch(k, m);
   return a;
 }
 
@@ -113,7 +111,7 @@ void linear(int64_t handle, Tensor x, Tensor norm_w, double eps, std::vector<Ten
             std::vector<Tensor> outs, int64_t epilogue, Tensor state, bool bf16) {
   Call call(handle, state);
   call.run(&Backend::linear, linear_args(x, norm_w, eps, weights, scales, outs, epilogue, state, bf16,
-                                         [&](int n, int k, int m) { return call.scratch(call.backend().linear_scratch(n, k, m)); }));
+                                         [&](int k, int m) { return call.scratch(call.backend().linear_scratch(k, m)); }));
 }
 
 void router(int64_t handle, Tensor logits, Tensor bias, Tensor ids, Tensor weights, int64_t n_group, int64_t topk_group, bool norm_topk,
@@ -135,7 +133,7 @@ void routed_moe(int64_t handle, Tensor x, Tensor norm_w, double eps, Tensor rout
   Call call(handle, state);
   void* scratch = nullptr;
   const MoeArgs moe = moe_args(x, norm_w, eps, ids, weights, experts, scales, shared, act, shared_act, out, state, bf16, [&](int m, int k, int e, int inner, int d) {
-    const size_t product = call.backend().linear_scratch(e, d, m), own = call.backend().moe_scratch(m, k, e, inner, d);
+    const size_t product = call.backend().linear_scratch(d, m), own = call.backend().moe_scratch(m, k, e, inner, d);
     return scratch = call.scratch(product > own ? product : own);
   });
   const RouterArgs choice = router_args(logits, bias, ids, weights, n_group, topk_group, norm_topk, scaling, layer, state);

@@ -5,8 +5,6 @@
 
 namespace kdtree::cpu {
 
-size_t CpuBackend::commit_scratch(int, int, int, int) const { return 0; }
-
 void CpuBackend::kv_commit(const KvCommitArgs& a) {
   const StepState& s = *a.state;
   const size_t item = a.numerics == Numerics::kBf16 ? sizeof(uint16_t) : sizeof(float);

@@ -74,7 +74,7 @@ constexpr int kLongRow = 1024;  // floats from which that matters
 
 }  // namespace
 
-size_t CpuBackend::linear_scratch(int, int k, int max_rows) const {
+size_t CpuBackend::linear_scratch(int k, int max_rows) const {
   // The packed rows, the normed or spread rows, and a pointer to each row of either.
   return static_cast<size_t>(max_rows) * (sizeof(float) * (2 * packed_floats(k) + kSpread) + sizeof(float*));
 }

@@ -50,12 +50,11 @@ class CudaBackend final : public Backend {
   std::map<std::string, uint64_t> counters() const override { return counters_; }
   void reset_counters() override { counters_.clear(); }
 
-  size_t linear_scratch(int n, int k, int max_rows) const override;
+  size_t linear_scratch(int k, int max_rows) const override;
   size_t attention_scratch(const MlaDims& dims, int max_rows, int max_keys) const override;
   size_t moe_scratch(int max_rows, int top_k, int experts, int inner, int dim) const override;
   size_t select_scratch(int max_rows, int vocab) const override;
   size_t tree_scratch(int vocab, int block_size, int budget) const override;
-  size_t commit_scratch(int n_layers, int rank, int rope, int max_rows) const override;
 
   void draw_experts(const DrawExpertsArgs& a) override;
   void embed(const EmbedArgs& a) override;

@@ -70,8 +70,6 @@ __global__ __launch_bounds__(kThreads) void record_tree_kernel(RecordTreeArgs a)
 
 }  // namespace
 
-size_t CudaBackend::commit_scratch(int, int, int, int) const { return 0; }
-
 void CudaBackend::kv_commit(const KvCommitArgs& a) {
   for (int first = 0; first < a.n_layers; first += kLayers) {
     CommitParams p{};

@@ -108,7 +108,7 @@ Kernel kernel_for(bool vector, int tm) {
 
 }  // namespace
 
-size_t CudaBackend::linear_scratch(int, int k, int max_rows) const { return stream::wide_normed(device_shape_, k, max_rows); }
+size_t CudaBackend::linear_scratch(int k, int max_rows) const { return stream::wide_normed(device_shape_, k, max_rows); }
 
 void CudaBackend::linear(const LinearArgs& a) {
   if (a.max_rows <= 0) return;

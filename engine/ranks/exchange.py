@@ -31,7 +31,7 @@ IDLE = timedelta(days=30)  # between two commands
 WINDOW = "KDTREE_RANKS_WINDOW"
 """MiB of a GPU for memory that all ranks write; 0: none. Not given: `MIB` where all ranks are on one host."""
 MIB = 64  # 8 MiB of a contribution for two ranks, 2 MiB for eight
-MOST = 8  # ranks that a window may have (csrc/ops.h, kWindowRanks)
+MOST = 8  # ranks that a window may have: kWindowRanks of csrc/ops.h, to which a test holds it
 EXCHANGE = timedelta(seconds=20)  # for one exchange: the others are at most one operation behind
 
 

@@ -110,20 +110,29 @@ def checkout(root: Path, monkeypatch: pytest.MonkeyPatch, sources: Mapping[str, 
 def test_only_what_the_compiler_reads_is_compiled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Text
 ) -> None:
-    """A comment costs a look at the preprocessed text, an untouched source nothing, and what was compiled is kept."""
+    """A comment costs a look at the preprocessed text, an untouched source nothing; what was made is kept.
+
+    Of the same PTX nothing is assembled.
+    """
     csrc = checkout(
         tmp_path, monkeypatch, {"a.cu": '#include "h.cuh"\n//! one\n', "b.cu": "//! one\n", "h.cuh": "// comment\n"}
     )
     for number, name in enumerate(("one", "two"), start=1):
         (tmp_path / name).write_bytes(elf({KERNEL: (code(number), 40)}))
     calls, compiler = tmp_path / "calls", tmp_path / "nvcc"
-    # In place of nvcc: `//!` lines are the code, and name what it compiles to.
-    compiler.write_text(
-        '#!/bin/sh\nfor last in "$@"; do :; done\n'
-        f'case "$*" in *-cubin*) while [ "$1" != -o ]; do shift; done; echo "$last" >> {calls};'
-        f' cp "{tmp_path}/$(sed -n "s|//! ||p" "$last")" "$2";;'
-        ' *) echo "# 1 \\"$last\\""; grep "//!" "$last";; esac\n'
-    )
+    # In place of nvcc: `//!` lines are the code, and begin with what it compiles to.
+    compiler.write_text(f"""#!/bin/sh
+for last in "$@"; do :; done
+case "$*" in
+  *-ptx*) stage=ptx;;
+  *-cubin*) stage=cubin;;
+  *) grep "//!" "$last"; echo "# 1 \\"$last\\""; exit;;
+esac
+echo "$stage $last" >> {calls}
+while [ "$1" != -o ]; do shift; done
+made=$(sed -n "s|//! \\([a-z]*\\).*|\\1|p" "$last")
+if [ $stage = ptx ]; then echo ".loc $last" > "$2"; echo $made >> "$2"; else cp "{tmp_path}/$made" "$2"; fi
+""")
     compiler.chmod(0o755)
     monkeypatch.setattr(environment, "nvcc", lambda: (str(compiler), "13.0"))
     monkeypatch.setattr(environment, "cuobjdump", lambda _: "")
@@ -131,7 +140,7 @@ def test_only_what_the_compiler_reads_is_compiled(
     def against(commit: str = "HEAD") -> tuple[int, str, list[str]]:
         calls.write_text("")
         status = nvcc.main(["--arch", "9.0", "--against", commit])
-        return status, capsys.readouterr().out, calls.read_text().split()
+        return status, capsys.readouterr().out, calls.read_text().splitlines()
 
     status, said, compiled = against()
     assert (status, compiled) == (0, [])
@@ -140,9 +149,12 @@ def test_only_what_the_compiler_reads_is_compiled(
     status, said, compiled = against()
     assert (status, compiled) == (0, [])
     assert "1 sources read other files" in said
+    (csrc / "a.cu").write_text("//! one in other words\n")
+    status, said, compiled = against()
+    assert (status, compiled) == (0, ["ptx csrc/cuda/a.cu"] * 2)
     (csrc / "a.cu").write_text("//! two\n")
     status, said, compiled = against()
-    assert (status, compiled) == (1, ["csrc/cuda/a.cu"] * 2)
+    assert (status, compiled) == (1, ["ptx csrc/cuda/a.cu"] + ["cubin csrc/cuda/a.cu"] * 2)
     assert re.search(r"differs +a\.cu +9\.0 +\S*first", said)
     assert against()[::2] == (1, [])
     assert nvcc.main(["--arch", "9.0", "--against", "HEAD", "--json"]) == 1
@@ -198,7 +210,7 @@ if environment.nvcc()[0]:
         (csrc / "row.cuh").write_text('#include "moved.cuh"\n// and a comment\n\n\n')
         (csrc / "kernel.cu").write_text(SOURCE.replace("namespace {", "inline int unused() { return 1; }\nnamespace {"))
         assert nvcc.main(["--arch", "9.0", "--against", "HEAD"]) == 0
-        assert "0 kernels changed since HEAD, of 3 compared" in capsys.readouterr().out
+        assert "0 kernels changed since HEAD" in capsys.readouterr().out
         (csrc / "kernel.cu").write_text(SOURCE.replace("+ N] *= by;", "+ N] *= N == 1 ? by : by + 1.f;"))
         assert nvcc.main(["--arch", "9.0", "--against", "HEAD", "--json"]) == 1
         (change,) = json.loads(capsys.readouterr().out)["changes"]

@@ -44,6 +44,7 @@ FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"rope_beta_fast": 0.0}, "rope_beta_fast: gives YaRN's ramp no edge"),
     ({"num_heads": 2**30}, "num_heads: 1073741824 * 24 exceeds 2^31-1"),
     ({"n_shared_experts": 2**30}, "n_shared_experts: 32 * 1073741824 exceeds"),
+    ({"moe_intermediate_size": 2**29}, "num_experts_per_tok: 536870912 * 5 exceeds 2^31-1"),
 ]
 
 

@@ -19,7 +19,7 @@ from together import Together
 
 import engine
 from engine.library import named_errors
-from engine.ranks.exchange import MIB, WINDOW, gpus_of_ranks, window_bytes
+from engine.ranks.exchange import MIB, MOST, WINDOW, gpus_of_ranks, window_bytes
 from engine.ranks.member import member
 from engine.session import CsrcEngine, CsrcSession
 from harness.bench.share import COUNTERS, own_window
@@ -43,6 +43,15 @@ def one(bundle: Path, precision: str) -> Iterator[CsrcSession]:
 
 def same(a: F32, b: F32) -> bool:
     return np.array_equal(a.view(np.uint32), b.view(np.uint32))
+
+
+def test_a_window_is_for_as_many_ranks_as_the_engine_has_places() -> None:
+    """Where windows are chosen and where they are opened, the limit is one number."""
+    with Ops("cpu") as ops:
+        window = ops.empty(64, dtype=np.uint8)
+        ops.call("open_window", 0, [window.data_ptr()] * MOST, 64, 1.0)
+        with pytest.raises(RequestError, match=rf"windows: {MOST + 1} ranks, .* {MOST} at most: set {WINDOW}=0"):
+            ops.call("open_window", 0, [window.data_ptr()] * (MOST + 1), 64, 1.0)
 
 
 @pytest.mark.parametrize(
