@@ -42,6 +42,7 @@ COMMANDS = {
     "remote": ("harness.remote.command:main", "the matrix on other machines: kdtree remote HOST ..."),
     "mutants": ("harness.mutants.command:main", "plant faults in the engine and count what is caught"),
     "bench": ("harness.bench.command:main", "speed against peers and ceilings: kdtree bench [project] [ops] [step]"),
+    "evidence": ("harness.evidence.command:main", "all there is to show on a GPU, as records: kdtree evidence OUT"),
     "plan": ("engine.plan:main", "what fits where: kdtree plan CONFIG --gpus 8 --memory 96"),
 }
 """Target and help by name."""

@@ -2,6 +2,7 @@
 
 The hashes cover paths and contents, sorted by path, so equal trees have equal hashes on every machine. A tree that was
 copied without its ``.git`` carries ``.kdtree-source.json`` (``{"commit": ..., "dirty": [...]}``) in its place.
+``python -m harness.sources`` prints that file's content.
 """
 
 from __future__ import annotations
@@ -95,3 +96,8 @@ def describe(root: Path = ROOT) -> Sources:
         lock=hashlib.sha256(lock.read_bytes()).hexdigest() if lock.is_file() else "",
         harness=tree_hash(root, "harness", "refs", "tests"),
     )
+
+
+if __name__ == "__main__":
+    known = describe()
+    print(json.dumps({"commit": known.commit, "dirty": [path for path in known.dirty if path != SOURCE_FILE]}))

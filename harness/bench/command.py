@@ -102,10 +102,18 @@ def header(device: str) -> dict[str, Any]:
         "device": device,
         "commit": sources.commit,
         "dirty": list(sources.dirty),
+        "engine": sources.engine,
         "threads": threads(),
         "load_average": list(os.getloadavg()),
         "environment": environment(),
     }
+
+
+def _rounded(value: Any) -> Any:
+    """Figures as a record holds them: what is behind the fourth decimal, no clock sees."""
+    if isinstance(value, dict):
+        return {name: _rounded(item) for name, item in value.items()}
+    return round(value, 4) if isinstance(value, float) else value
 
 
 def _limits(options: argparse.Namespace, out: dict[str, Any]) -> Ceilings:
@@ -136,8 +144,12 @@ def _ops(options: argparse.Namespace, chosen: Sequence[Case], out: dict[str, Any
     for peer in known:
         _say(f"peer {peer.name}: {'absent, ' + peer.absent if peer.absent else peer.what}")
     present = [peer for peer in known if not peer.absent]
-    lines, failed = ops.run(options.device, chosen, limits, present, options.seconds, _say)
-    out["cases"], out["not_measured"]["ops"] = [line.as_json() for line in lines], failed
+    out["cases"] = []
+    lines, failed = ops.run(
+        options.device, chosen, limits, present, options.seconds, _say,
+        lambda line: out["cases"].append(_rounded(line.as_json())),
+    )  # fmt: skip
+    out["not_measured"]["ops"] = failed
     if options.plot:
         title = f"Share of the roofline on {options.device}"
         svg = plot.roofline(title, [(line.case, line.roofline, line.cold) for line in lines])
@@ -161,7 +173,7 @@ def _step(options: argparse.Namespace, chosen: Sequence[Plan], out: dict[str, An
             k26.write(files[step.K26], k26.model(n_routed_experts=options.k26), _say, f32=False)
         engine = create("csrc", options.device)
         found = step.run(engine, files, chosen, options.drafter, limits, _say)
-    out["steps"] = [line.as_json() for line in found]
+    out["steps"] = [_rounded(line.as_json()) for line in found]
     return True
 
 
@@ -204,6 +216,11 @@ def main(argv: Sequence[str]) -> int:
     from harness.toolchain import BuildError
 
     out: dict[str, Any] = {"header": {}, "not_measured": {}}
+
+    def keep() -> None:
+        out["header"]["load_average_after"] = list(os.getloadavg())
+        plain_json.give(out, options.json)
+
     try:
         with contextlib.redirect_stdout(plain_json.beside(options.json)):
             usable_devices("csrc", [options.device], [])
@@ -215,6 +232,9 @@ def main(argv: Sequence[str]) -> int:
         print(f"kdtree bench: {error}", file=sys.stderr)
         out["not_measured"]["rest"] = f"{type(error).__name__}: {error}"
         good = False
-    out["header"]["load_average_after"] = list(os.getloadavg())
-    plain_json.give(out, options.json)
+    except KeyboardInterrupt:
+        out["not_measured"]["rest"] = "interrupted"
+        keep()
+        raise
+    keep()
     return PASSED if good else INFRASTRUCTURE

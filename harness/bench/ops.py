@@ -141,9 +141,10 @@ def text(line: Line) -> str:
 
 
 def run(
-    device: str, chosen: Sequence[Case], limits: Ceilings, present: Sequence[Peer], seconds: float, say: Say
-) -> tuple[list[Line], dict[str, str]]:
-    """Every case in turn; the lines, and why a case has none."""
+    device: str, chosen: Sequence[Case], limits: Ceilings, present: Sequence[Peer], seconds: float, say: Say,
+    keep: Callable[[Line], None] = lambda line: None,
+) -> tuple[list[Line], dict[str, str]]:  # fmt: skip
+    """Every case in turn; the lines, and why a case has none. ``keep`` gets each line as it is measured."""
     lines: list[Line] = []
     failed: dict[str, str] = {}
     with Bench(device) as bench:
@@ -155,5 +156,6 @@ def run(
                 say(f"[{at}/{len(chosen)}] {case.name}: {failed[case.name]}")
                 continue
             lines.append(line)
+            keep(line)
             say(f"[{at}/{len(chosen)}] {text(line)}")
     return lines, failed

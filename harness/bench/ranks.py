@@ -24,6 +24,7 @@ from harness.bench import k26, share, step
 from harness.cli import Parser
 from harness.environment import survey
 from harness.protocol import Engine
+from harness.sources import describe
 from refs.config import ModelConfig
 from refs.drafter_config import split
 from refs.kdtr import read
@@ -88,6 +89,8 @@ def main() -> int:
     for n in options.ranks:
         label = f"{n} ranks that share {gpus} GPU(s)" if n > gpus else f"{n} ranks"
         engines.append((label, lambda n=n: create("cuda", ranks=n)))
+    judged = describe()
+    about = {"commit": judged.commit, "engine": judged.engine, "device": ", ".join(g.name for g in survey().gpus)}
     found: list[dict[str, Any]] = []
     logits: dict[Any, Any] = {}
     for label, make in engines:
@@ -97,11 +100,11 @@ def main() -> int:
             with contextlib.redirect_stdout(plain_json.beside(options.json)):
                 found += measure(label, engine, options.file, precision, widths, logits, real, graphs)
             if options.json != plain_json.PRINTED:
-                plain_json.give(found, options.json)
+                plain_json.give({**about, "lines": found}, options.json)
         if hasattr(engine, "close"):
             engine.close()
     if options.json == plain_json.PRINTED:
-        plain_json.give(found, options.json)
+        plain_json.give({**about, "lines": found}, options.json)
     return 1 if any(entry["equal"] is False for entry in found) else 0
 
 

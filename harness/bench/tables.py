@@ -116,6 +116,15 @@ TABLES = (
 )
 
 
+OTHERS = ("k26-router-e384-m*",)
+"""Cases that documents tell of in words."""
+
+
+def patterns() -> list[str]:
+    """The cases that documents tell of, as ``kdtree bench --filter`` takes them."""
+    return list(dict.fromkeys([*(pattern for table in TABLES for _, pattern, _ in table.rows), *OTHERS]))
+
+
 def limit(line: Line, against: str) -> float | None:
     """The target of a case beside the floor, a peer or in microseconds; None where it has none."""
     for target in TARGETS:

@@ -23,8 +23,10 @@ from typing import Any
 from harness import plain_json
 from harness.bench import k26, step
 from harness.cells import INFRASTRUCTURE, PASSED
-from harness.cli import Parser
+from harness.cli import Parser, positive
+from harness.environment import survey
 from harness.protocol import EngineError
+from harness.sources import describe
 from refs.config import ModelConfig
 from refs.drafter_config import split
 from refs.kdtr import read
@@ -134,7 +136,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--file", type=Path, required=True, help="made with layers of K2.6's sizes if it is not there")
     parser.add_argument("--layers", type=int, default=k26.LAYERS, help="of a file that is made")
     parser.add_argument("--vocab", type=int, default=8192, help="of a file that is made")
-    parser.add_argument("--share-of", type=int, default=1, metavar="N", help="one of N ranks alone, by itself")
+    parser.add_argument(
+        "--share-of", type=positive, action="append", default=[], metavar="N",
+        help="one of N ranks alone, by itself; repeatable (default: 1)",
+    )  # fmt: skip
     parser.add_argument("--precision", default="int4-bf16")
     parser.add_argument("-M", type=int, action="append", default=[], help="rows of a forward (default 1 and 16)")
     parser.add_json("the lines")
@@ -149,11 +154,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     return PASSED
 
 
-def _traced(options: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
+def _traced(options: argparse.Namespace) -> dict[str, Any]:
+    """As ``docs/evidence/share-<device>.json`` holds it: lines by share and width."""
     from engine import create
     from engine.session import CsrcEngine
     from harness.bench import share
 
+    judged = describe()
     if not options.file.exists():
         config = k26.model(num_layers=options.layers, vocab_size=options.vocab)
         f32 = not options.precision.endswith("bf16")
@@ -161,14 +168,18 @@ def _traced(options: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
     widths = options.M or [1, 16]
     config = ModelConfig.of(split(read(options.file).fields)[0], str(options.file))
     given = k26.requests(config, tuple(m for m in widths if m > 1), step.BLOCK)
-    seen: dict[str, list[dict[str, Any]]] = {}
-    engine = create("cuda") if options.share_of == 1 else CsrcEngine("cuda:0", share.alone(options.share_of))
-    with engine.load(options.file, options.precision, max_rows=max(widths)) as session:
-        for width in widths:
-            found = lines(*trace(session, given[width]))
-            print("\n".join(table(width, found)), flush=True)
-            seen[str(width)] = [asdict(line) for line in found]
-    return seen
+    seen: dict[str, dict[str, list[dict[str, Any]]]] = {}
+    for n in options.share_of or [1]:
+        engine = create("cuda") if n == 1 else CsrcEngine("cuda:0", share.alone(n))
+        print(f"one of {n} ranks, alone" if n > 1 else "one rank", flush=True)
+        lines_of = seen.setdefault(str(n), {})
+        with engine.load(options.file, options.precision, max_rows=max(widths)) as session:
+            for width in widths:
+                found = lines(*trace(session, given[width]))
+                print("\n".join(table(width, found)), flush=True)
+                lines_of[str(width)] = [asdict(line) for line in found]
+    about = {"commit": judged.commit, "engine": judged.engine, "device": ", ".join(g.name for g in survey().gpus)}
+    return {**about, "precision": options.precision, "layers": config.num_layers, "shares": seen}
 
 
 if __name__ == "__main__":

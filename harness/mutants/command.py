@@ -29,7 +29,7 @@ from harness.mutants import run as mutants_run
 from harness.mutants import syntax
 from harness.mutants.build import CompileError, Workshop
 from harness.mutants.catalogue import CSRC, CatalogueError, Fault, fraction, load, plant
-from harness.mutants.result import Result, line, recorded, summary
+from harness.mutants.result import Result, good_ones, line, recorded, summary
 from harness.mutants.run import NOT_BUILT, Outcome
 from harness.sources import ROOT, describe
 from harness.toolchain import BuildError
@@ -111,6 +111,9 @@ def _parser() -> Parser:
     parser.add_json("the records")
     parser.add_argument("--out", type=output, metavar="FILE", help="write the records there, each as it ends")
     parser.add_argument(
+        "--resume", action="store_true", help="what FILE of --out has of this engine as it should be is not tried again"
+    )
+    parser.add_argument(
         "--known",
         type=Path,
         metavar="FILE",
@@ -138,15 +141,23 @@ def chosen(options: argparse.Namespace) -> list[Fault]:
 
 def main(argv: Sequence[str]) -> int:
     """``kdtree mutants``; the exit statuses stand in its help."""
-    options = _parser().parse_args(argv)
+    parser = _parser()
+    options = parser.parse_args(argv)
+    if options.resume and not options.out:
+        parser.error("--resume goes with --out: the file whose records are kept")
+    engine = describe().engine
+    before: dict[str, dict[str, Any]] = {}
 
     def say(text: str) -> None:
         print(text, file=plain_json.beside(options.json), flush=True)
 
+    def records(results: Sequence[Result]) -> list[dict[str, Any]]:
+        found = before | {result.fault.name: {**result.record(), "engine": engine} for result in results}
+        return [found[name] for name in names if name in found]
+
     def keep(results: Sequence[Result]) -> None:
         if options.out:
-            records = [result.record() for result in results]
-            write_atomic(options.out, (plain_json.text(records) + "\n").encode())
+            write_atomic(options.out, (plain_json.text(records(results)) + "\n").encode())
 
     try:
         faults = chosen(options)
@@ -156,6 +167,11 @@ def main(argv: Sequence[str]) -> int:
             if options.json != plain_json.PRINTED:
                 print("\n".join(f"{row['name']:<34} {row['group']:<10} {row['says']}" for row in rows))
             return PASSED
+        names = [fault.name for fault in faults]
+        if options.resume:
+            before = good_ones(options.out, engine, options.device)
+            faults = [fault for fault in faults if fault.name not in before]
+            say(f"{len(names) - len(faults)} of {len(names)} are in {options.out} as they should be, with this engine")
         if options.compile_only:
             return compile_only(faults, options.device, options.json, say)
         if options.build_only:
@@ -170,7 +186,7 @@ def main(argv: Sequence[str]) -> int:
         return INFRASTRUCTURE
     for text in summary(results):
         say(text)
-    plain_json.give([result.record() for result in results], options.json)
+    plain_json.give(records(results), options.json)
     if any(result.broken for result in results):
         return INFRASTRUCTURE
     return PASSED if all(result.good for result in results) else FAILED

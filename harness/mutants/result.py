@@ -82,6 +82,20 @@ def recorded(path: Path, *, must_be: bool) -> dict[str, str]:
         raise CatalogueError(f"{path}: not a record of `kdtree mutants --out`: {reason}") from None
 
 
+def good_ones(path: Path, engine: str, device: str) -> dict[str, dict[str, Any]]:
+    """Records of a file, by name, of the faults of ``device`` that were caught, and of the controls that passed, with
+    this engine; none where there is no file. Raises CatalogueError for a malformed one."""
+    found: dict[str, dict[str, Any]] = {}
+    if not recorded(path, must_be=False):
+        return found
+    for entry in json.loads(path.read_text("utf-8")):
+        as_it_should = bool(entry["caught_by"]) != (entry.get("group") == "controls")
+        of_this = (entry.get("engine"), entry.get("device")) == (engine, device)
+        if as_it_should and of_this and entry.get("verdict") != NOT_BUILT:
+            found[entry["name"]] = entry
+    return found
+
+
 def line(result: Result) -> str:
     """One fault on one line."""
     o = result.outcome

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 
-from harness.bench import ceilings, plot, step
+from harness.bench import ceilings, ops, plot, step
 from harness.bench.ceilings import Ceilings
-from harness.cells import INFRASTRUCTURE, PASSED
+from harness.cells import INCOMPLETE, INFRASTRUCTURE, PASSED
 from harness.cli import main
 
 LIMITS = Ceilings(1e10, {"f32": 1e11}, None, 1 << 16, lambda size: size / 1e4)
@@ -110,3 +111,23 @@ def test_what_was_measured_before_an_error_is_written(tmp_path: Path, monkeypatc
     found = json.loads(out.read_text())
     assert [line["case"] for line in found["cases"]] == ["tiny-accept-m1"]
     assert found["not_measured"]["rest"] == "OSError: the disk is full"
+
+
+@pytest.mark.usefixtures("known_ceilings")
+def test_what_was_measured_before_an_interrupt_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = ops.measure
+
+    def once(bench: object, case: Any, *others: Any) -> Any:
+        if case.M != 1:
+            raise KeyboardInterrupt
+        return measured(bench, case, *others)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(ops, "measure", once)
+    out = tmp_path / "bench.json"
+    arguments = ["bench", "ops", "--filter", "tiny-accept-m*", "--seconds", "0.001", "--json", str(out)]
+    assert main(arguments) == INCOMPLETE
+    found = json.loads(out.read_text())
+    assert [line["case"] for line in found["cases"]] == ["tiny-accept-m1"]
+    assert found["not_measured"]["rest"] == "interrupted"
+    [us] = (line["us"] for line in found["cases"])
+    assert us == round(us, 4)

@@ -1,6 +1,6 @@
 """Whether the GPU tests notice what they are there for: each of `breaks.yaml` is built, and its tests have to fail.
 
-    python -m tests.cuda.broken [-k WORDS] [--workers N] [--json FILE] [--list]
+    python -m tests.cuda.broken [-k WORDS] [--workers N] [--json FILE [--resume]] [--list]
 
 A break is planted as `kdtree mutants` plants its faults, and its tests run on that library in a process of their own.
 One that ends by a signal or does not end has noticed, too; a test that passes has not, nor has one that is not there.
@@ -18,7 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from harness.filters import matcher
 from harness.gpu import survey
 from harness.mutants.build import CompileError, Workshop
 from harness.mutants.catalogue import Edit, Fault, load, plant
-from harness.sources import ROOT
+from harness.sources import ROOT, describe
 from harness.yaml_nodes import SAFE
 
 HERE = Path(__file__).parent
@@ -64,6 +64,8 @@ class Noticed:
     said: dict[str, str] = field(default_factory=dict)
     not_built: str = ""
     seconds: float = 0.0
+    engine: str = ""
+    """Hash of the sources that the break was planted in."""
 
     @property
     def good(self) -> bool:
@@ -189,6 +191,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("-k", metavar="WORDS", default="", help="only breaks of whose name, tests or shapes it holds")
     parser.add_argument("--workers", type=int, default=8, help="breaks at a time (default: 8)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write what became of them there, each as it ends")
+    parser.add_argument("--resume", action="store_true", help="what FILE has as it should be, with this engine, stays")
     parser.add_argument("--list", action="store_true", help="print the breaks and what has to notice them, run none")
     parser.add_argument("--within", type=Path, metavar="OUT", help=argparse.SUPPRESS)
     parser.add_argument("--library", type=Path, help=argparse.SUPPRESS)
@@ -206,26 +209,56 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for b in chosen:
             print(f"{b.fault.name}: {b.fault.says}", *b.tests, *b.pairs, sep="\n    ")
         return PASSED
+    if options.resume and not options.json:
+        parser.error("--resume goes with --json: the file whose records stay")
     if not survey().gpus:
         print(f"broken: no GPU: {survey().reason}", file=sys.stderr)
         return INFRASTRUCTURE
-    return run(chosen, options.workers, options.json)
+    engine = describe().engine
+    before = earlier(options.json, engine) if options.resume else []
+    return run(chosen, options.workers, options.json, engine, before)
 
 
-def run(chosen: Sequence[Break], workers: int, record: Path | None) -> int:
-    """Every break, ``workers`` at a time; exit status."""
-    start, results = time.monotonic(), []
+def earlier(record: Path, engine: str) -> list[Noticed]:
+    """What a record has of breaks that were noticed as they should be, with this engine; none where there is no file.
+    Raises ValueError for a malformed one."""
+    if not record.exists():
+        return []
+    try:
+        found = [Noticed(**entry) for entry in json.loads(record.read_text("utf-8"))]
+    except TypeError as error:
+        raise ValueError(f"{record}: not a record of tests.cuda.broken: {error}") from error
+    return [noticed for noticed in found if noticed.good and noticed.engine == engine]
+
+
+def run(
+    chosen: Sequence[Break], workers: int, record: Path | None, engine: str = "", before: Sequence[Noticed] = ()
+) -> int:
+    """Every break, ``workers`` at a time, that is not among those seen ``before``; exit status."""
+    start, known = time.monotonic(), {(noticed.says, *noticed.how): noticed for noticed in before}
+    results = {b.fault.name: known.get((b.fault.says, *b.tests, *b.pairs)) for b in chosen}
     workshop = Workshop("cuda", HOME, workers)
-    queue = sorted(chosen, key=lambda b: workshop.reach({edit.file for edit in b.fault.edits}))
-    with ThreadPoolExecutor(workers) as pool:
+    queue = [b for b in chosen if results[b.fault.name] is None]
+    queue.sort(key=lambda b: workshop.reach({edit.file for edit in b.fault.edits}))
+    pool = ThreadPoolExecutor(workers)
+    try:
         for future in as_completed([pool.submit(one, b, workshop) for b in queue]):
-            results.append(future.result())
-            print(text(results[-1]), flush=True)
+            noticed = replace(future.result(), engine=engine)
+            results[noticed.name] = noticed
+            print(text(noticed), flush=True)
             if record:
-                write_atomic(record, (json.dumps([asdict(r) for r in results], indent=1) + "\n").encode())
+                ended = [asdict(found) for found in results.values() if found]
+                write_atomic(record, (json.dumps(ended, indent=1) + "\n").encode())
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)  # an interrupt waits for no break that has not begun
+    return verdict([found for found in results.values() if found], time.monotonic() - start)
+
+
+def verdict(results: Sequence[Noticed], seconds: float) -> int:
+    """Say how many noticed; exit status."""
     asked = sum(len(result.how) for result in results)
     unnoticed = sum(how in (PASSES, MISSING) for result in results for how in result.how.values())
-    print(f"{len(results)} breaks, {asked} to notice them, {unnoticed} did not: {time.monotonic() - start:.0f} s")
+    print(f"{len(results)} breaks, {asked} to notice them, {unnoticed} did not: {seconds:.0f} s")
     if any(result.not_built for result in results):
         return INFRASTRUCTURE
     return PASSED if all(result.good for result in results) else FAILED

@@ -22,8 +22,10 @@ from engine import create
 from engine.session import CsrcSession
 from harness import gpu
 from harness.bundles import ensure
+from harness.files import write_atomic
 from harness.golden import Golden
 from harness.protocol import DecodeRequest, Draft
+from harness.sources import describe
 
 RUNS = 15
 TOKENS = (24, 400)
@@ -80,12 +82,14 @@ def main() -> int:
     with gpu.Lease(seen.gpus[0], run="latency"):  # nobody else's tests beside a measurement
         figures = _figures(seen, path, options.profile)
     if options.json:
-        options.json.write_text(json.dumps(figures, indent=1) + "\n")
+        write_atomic(options.json, (json.dumps(figures, indent=1) + "\n").encode())
     return 0
 
 
 def _figures(seen: gpu.Survey, path: Path, traced: bool) -> dict[str, Any]:
-    figures: dict[str, Any] = {"gpu": seen.gpus[0].name, "driver": seen.driver, "config": "tiny"}
+    judged = describe()
+    figures: dict[str, Any] = {"commit": judged.commit, "engine": judged.engine}
+    figures |= {"gpu": seen.gpus[0].name, "driver": seen.driver, "config": "tiny"}
     for precision in ("fp32", "int4"):
         golden = Golden.open(path, precision)
         with create("cuda").load(path, precision) as session:

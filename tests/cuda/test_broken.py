@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import tempfile
 import threading
 from pathlib import Path
@@ -96,3 +97,39 @@ def test_tests_that_read_the_checkout_read_an_edited_copy(tmp_path: Path) -> Non
     found = broken.one(Break(fault, (test,), (), checkout=True), Workshop(tmp_path))  # type: ignore[arg-type]
     assert found.how == {test: broken.FAILS}
     assert "is there 0 times instead of 1" in found.said[test]
+
+
+def test_breaks_that_were_noticed_before_are_not_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With this engine, and by what has to notice them today; the record has them in the list's order."""
+
+    def made(name: str, *tests: str) -> Break:
+        return Break(Fault(name, "breaks", f"says {name}", ()), tests, ())
+
+    tried: list[str] = []
+
+    def one(b: Break, workshop: object) -> broken.Noticed:
+        tried.append(b.fault.name)
+        return broken.Noticed(
+            b.fault.name, b.fault.says, dict.fromkeys(b.tests, broken.FAILS), dict.fromkeys(b.tests, "")
+        )
+
+    class Unused:
+        def __init__(self, *_: object) -> None:
+            pass
+
+        def reach(self, edited: set[str]) -> int:
+            return 0
+
+    monkeypatch.setattr(broken, "one", one)
+    monkeypatch.setattr(broken, "Workshop", Unused)
+    record, both = tmp_path / "broken.json", [made("a", "x"), made("b", "y")]
+    assert broken.run(both[1:], 1, record, "e1") == broken.run(both, 1, record, "e1", broken.earlier(record, "e1")) == 0
+    assert tried == ["b", "a"]
+    assert [entry["name"] for entry in json.loads(record.read_text())] == ["a", "b"]
+    assert broken.run([both[0], made("b", "other")], 1, record, "e1", broken.earlier(record, "e1")) == 0
+    assert tried == ["b", "a", "b"]
+    assert broken.earlier(record, "e2") == []
+    assert broken.earlier(tmp_path / "none.json", "e1") == []
+    unnoticed = {"name": "a", "says": "says a", "how": {"x": broken.PASSES}, "engine": "e1"}
+    record.write_text(json.dumps([unnoticed]))
+    assert broken.earlier(record, "e1") == []

@@ -21,7 +21,14 @@ MODULE = re.compile(r"python3? -m ((?:harness|tests|engine|training)\.[\w.]+)")
 OPTION = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]+")
 VARIABLE = re.compile(r"KDTREE_[A-Z]+(?:_[A-Z]+)*")
 PYTEST = {"--ignore"}
-INTERNAL = {"KDTREE_RANKS_ADDRESS", "KDTREE_RANKS_KEY", "KDTREE_EXPORTED", "KDTREE_ORDER_SEED", "KDTREE_TEST"}
+INTERNAL = {
+    "KDTREE_RANKS_ADDRESS",
+    "KDTREE_RANKS_KEY",
+    "KDTREE_EXPORTED",
+    "KDTREE_ORDER_SEED",
+    "KDTREE_TEST",
+    "KDTREE_STAGE",
+}
 """Between processes of ours; nobody sets them."""
 MADE = {"ledger.json", "junit.xml", "index.html", "report.txt", "meta.json", "generation_config.json", "bench-cpu.json"}
 MADE |= {"model.safetensors.index.json", "NAME.yaml"}

@@ -57,11 +57,11 @@ def descendants(root: int) -> list[int]:
     return found
 
 
-def bury(keep: int) -> None:
+def bury(*keep: int) -> None:
     """Collect the exit of adopted processes, but not of ``keep``, whose status somebody waits for."""
     me = os.getpid()
     for pid, (parent, zombie) in _parents().items():
-        if zombie and parent == me and pid != keep:
+        if zombie and parent == me and pid not in keep:
             try:
                 os.waitpid(pid, os.WNOHANG)
             except ChildProcessError:

@@ -1,0 +1,128 @@
+"""What a stage's result comes to in a few numbers, from the record that it wrote itself.
+
+Raises ValueError, KeyError or LedgerError for a record that is none; one that is cut off is counted as far as it goes.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+from xml.etree import ElementTree
+
+from harness.cells import Verdict
+from harness.ledger_format import parse_ledger
+
+NAMED = 20  # tests and cells that failed, by name; more are counted alone
+Counts = dict[str, Any]
+
+
+def tests(data: bytes) -> Counts:
+    """Of pytest's JUnit file."""
+    cases = list(ElementTree.fromstring(data).iter("testcase"))
+    bad = [case for case in cases if case.find("failure") is not None or case.find("error") is not None]
+    skipped = sum(case.find("skipped") is not None for case in cases)
+    names = [f"{case.get('classname')}::{case.get('name')}" for case in bad]
+    return {"passed": len(cases) - len(bad) - skipped, "failed": len(bad), "skipped": skipped} | _named(names)
+
+
+def cells(data: bytes) -> Counts:
+    """Of a ledger."""
+    ledger = parse_ledger(data, "the ledger")
+    missing = sum(cell.verdict is Verdict.NOT_RUN for cell in ledger.cells)
+    bad = [cell.id for cell in ledger.cells if cell.verdict not in (Verdict.PASS, Verdict.NOT_RUN)]
+    found = {"expected": ledger.wanted, "passed": ledger.passed, "failed": len(bad), "not run": missing}
+    return found | _named(bad) | ({"problems": list(ledger.problems)} if ledger.problems else {})
+
+
+def faults(data: bytes) -> Counts:
+    """Of ``kdtree mutants``."""
+    lines = json.loads(data)
+    planted = [line for line in lines if line["group"] != "controls"]
+    caught = [line for line in planted if line["caught_by"]]
+    stated = [line for line in planted if line["operation_named"] is not None]
+    controls = [line for line in lines if line["group"] == "controls"]
+    return {
+        "faults": len(planted), "caught": len(caught),
+        "operation named": sum(line["operation_named"] for line in stated), "operation stated": len(stated),
+        "controls": len(controls), "controls passed": sum(not line["caught_by"] for line in controls),
+    } | _named([line["name"] for line in planted if not line["caught_by"]])  # fmt: skip
+
+
+def broken(data: bytes) -> Counts:
+    """Of ``tests.cuda.broken``."""
+    lines = json.loads(data)
+    how = Counter(one for line in lines for one in line["how"].values())
+    return {"breaks": len(lines), **how, "not built": sum(bool(line["not_built"]) for line in lines)}
+
+
+def pairs(data: bytes) -> Counts:
+    """Of ``tests.cuda.pairs``."""
+    shapes = json.loads(data)["shapes"]
+    total = {name: sum(shape[name] for shape in shapes) for name in ("pairs", "rows", "differing_rows")}
+    return {"shapes": len(shapes), **total, "unfit": sum(bool(shape["unfit"]) for shape in shapes)}
+
+
+def bench(data: bytes) -> Counts:
+    """Of ``kdtree bench``."""
+    record = json.loads(data)
+    lines = [*record.get("cases", []), *record.get("steps", [])]
+    targets = Counter(how for line in lines for how in line["targets"].values())
+    missing = {name: why for name, why in record["not_measured"].items() if why}
+    absent = [name for name, peer in record["header"].get("peers", {}).items() if peer["absent"]]
+    found = {"cases": len(record.get("cases", [])), "steps": len(record.get("steps", [])), "absent peers": absent}
+    return found | {f"targets {how}": count for how, count in targets.items()} | {"not measured": missing}
+
+
+def timeline(data: bytes) -> Counts:
+    """Of ``harness.bench.timeline``."""
+    shares = json.loads(data)["shares"]
+    return {f"launches of 1/{share}": sum(map(len, widths.values())) for share, widths in shares.items()}
+
+
+def counters(data: bytes) -> Counts:
+    """Of ``harness.bench.counters``."""
+    entries = json.loads(data)
+    return {"cases": len({entry["case"] for entry in entries}), "kernels": len(entries)}
+
+
+def latency(data: bytes) -> Counts:
+    """Of ``tests.cuda.latency``."""
+    return {"decodes": sum(isinstance(found, Mapping) and "ms" in found for found in json.loads(data).values())}
+
+
+def acceptance(data: bytes) -> Counts:
+    """Of ``kdtree acceptance``."""
+    lines = json.loads(data)["lines"]
+    return {"lines": len(lines), "as AR": sum(line["equal"] for line in lines)}
+
+
+def ranks(data: bytes) -> Counts:
+    """Of ``harness.bench.ranks``."""
+    lines = json.loads(data)["lines"]
+    return {"lines": len(lines), "bits differ": sum(line["equal"] is False for line in lines)}
+
+
+def sanitizer(data: bytes) -> Counts:
+    """Of what compute-sanitizer prints: it has no other record of its verdict."""
+    text = data.decode("utf-8", "replace")
+    found: Counts = {}
+    if last := re.findall(r"ERROR SUMMARY: (\d+) error", text):
+        found["errors"] = int(last[-1])
+    if last := re.findall(r"RACECHECK SUMMARY: (\d+) hazards? displayed \((\d+) errors?, (\d+) warnings?\)", text):
+        found |= dict(zip(("hazards", "errors", "warnings"), map(int, last[-1]), strict=True))
+    return found | {"parts": re.findall(r"^(\w+): [\d.]+ s$", text, re.MULTILINE)}
+
+
+def _named(names: list[str]) -> Counts:
+    return {"named": sorted(names)[:NAMED]} if names else {}
+
+
+COUNTS: dict[str, Callable[[bytes], Counts]] = {
+    function.__name__: function
+    for function in (
+        tests, cells, faults, broken, pairs, bench, timeline, counters, latency, acceptance, ranks, sanitizer,
+    )
+}  # fmt: skip

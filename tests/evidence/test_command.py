@@ -1,0 +1,396 @@
+"""`kdtree evidence` over stages of one line: what is in OUT, whatever becomes of a stage, of the run, of the disk."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness import cli, files
+from harness.evidence import command, record, running
+from harness.evidence.record import LOGS
+from harness.evidence.stages import Stage, device_name, stages
+from harness.gpu import Gpu, Survey
+from harness.sources import ROOT
+from tests import processes
+from tests.harness.records import SOURCES
+
+H200 = Survey((Gpu(0, "GPU-0", "NVIDIA H200", (9, 0), 1 << 37, 1 << 37),), "", "13.0")
+SUMMARY = "cuda-h200-run.json"
+Go = Callable[..., int]
+
+
+def python(code: str) -> tuple[str, ...]:
+    return ("python", "-Sc", code)
+
+
+def makes(path: Path, text: str, then: str = "pass") -> tuple[str, ...]:
+    return python(f"import time; open({str(path)!r}, 'w').write({text!r}); print('made', flush=True); {then}")
+
+
+@pytest.fixture
+def known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Stage]:
+    """What runs in place of the real stages; a test may add some."""
+    found: dict[str, Stage] = {}
+    monkeypatch.setattr(command, "stages", lambda device, gpus: dict(found))
+    monkeypatch.setattr(command, "survey", lambda: H200)
+    monkeypatch.setattr(command, "describe", lambda: SOURCES)
+    monkeypatch.setattr(command, "SCRATCH", tmp_path / "scratch")
+    monkeypatch.setattr(command, "TICK", 0.01)
+    monkeypatch.setattr(running, "GRACE", 0.3)
+    monkeypatch.setattr(running, "LEFT_BEHIND", 0.1)
+    return found
+
+
+@pytest.fixture
+def go(tmp_path: Path, known: dict[str, Stage]) -> Go:
+    return lambda *words: command.main([str(tmp_path / "out"), *words])
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> Path:
+    return tmp_path / "scratch" / "made.json"
+
+
+def summary(tmp_path: Path, name: str = SUMMARY) -> Any:
+    return json.loads((tmp_path / "out" / name).read_text())
+
+
+def statuses(tmp_path: Path) -> dict[str, str]:
+    return {name: found["status"] for name, found in summary(tmp_path)["stages"].items()}
+
+
+def log(tmp_path: Path, name: str) -> str:
+    with tarfile.open(tmp_path / "out" / LOGS) as archive:
+        held = archive.extractfile(f"{name}.log.gz")
+        assert held
+        return gzip.decompress(held.read()).decode()
+
+
+def test_each_stage_leaves_its_record_its_counts_and_its_output(
+    tmp_path: Path, known: dict[str, Stage], go: Go, made: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = {"name": "a", "group": "cuda", "caught_by": "cell: check", "operation_named": True}
+    text = json.dumps([line, {**line, "name": "b", "caught_by": "", "operation_named": None}])
+    known["faults"] = Stage(makes(made, text), 9, "faults", made, "mutants-cuda.json")
+    known["fails"] = Stage(python("print('why'); raise SystemExit(5)"), 9, environment={"TOLD": "1"})
+    known["told"] = Stage(python("import os; assert 'TOLD' not in os.environ"), 9)
+    known["after"] = Stage(python("pass"), 9, needs=("fails",))
+    assert go() == 1
+    found = summary(tmp_path)
+    assert statuses(tmp_path) == {
+        "faults": "passed", "fails": "failed", "told": "passed", "after": "not started: fails failed",
+    }  # fmt: skip
+    assert (tmp_path / "out" / "mutants-cuda.json").read_text() == text
+    assert found["stages"]["faults"]["record"] == "mutants-cuda.json"
+    counted = found["stages"]["faults"]["counts"]
+    assert (counted["faults"], counted["caught"], counted["operation named"], counted["named"]) == (2, 1, 1, ["b"])
+    assert (found["stages"]["fails"]["exit status"], found["stages"]["fails"]["said"]) == (5, ["why"])
+    assert found["stages"]["fails"]["environment"] == {"TOLD": "1"}
+    assert log(tmp_path, "fails") == "why\n"
+    mine = found["windows"][0]
+    assert (found["engine"], mine["commit"], mine["dirty"]) == (SOURCES.engine, SOURCES.commit, list(SOURCES.dirty))
+    assert set(os.listdir(tmp_path / "out")) == {SUMMARY, LOGS, "mutants-cuda.json"}
+    said = capsys.readouterr().out.splitlines()
+    assert all(len(line) <= 120 for line in said)
+    assert [line.split()[0] for line in said[-5:]] == ["faults", "fails", "told", "after", "summary:"]
+
+
+def test_what_a_stage_made_is_in_out_as_the_next_one_runs(
+    tmp_path: Path, known: dict[str, Stage], go: Go, made: Path
+) -> None:
+    out = tmp_path / "out"
+    looks = f"import json; found = json.load(open({str(out / SUMMARY)!r}))['stages']; print(found['first']['status'], "
+    looks += f"found['looks']['status'], open({str(out / 'record.json')!r}).read())"
+    known["first"] = Stage(makes(made, "{}"), 9, made=made, record="record.json")
+    known["looks"] = Stage(python(looks), 9)
+    packed = tmp_path / "elsewhere" / "all.tar.gz"
+    assert go("--tar", str(packed)) == 0
+    assert log(tmp_path, "looks").split() == ["passed", "waiting", "{}"] or log(tmp_path, "looks").split() == [
+        "passed", "running", "{}",
+    ]  # fmt: skip
+    with tarfile.open(packed) as archive:
+        assert set(archive.getnames()) == set(os.listdir(out))
+        held = archive.extractfile(SUMMARY)
+        assert held
+        assert json.loads(held.read()) == summary(tmp_path)
+
+
+ORPHAN = """
+import os, subprocess, sys, time, signal
+inner = "import os, signal, sys, time; signal.signal(signal.SIGINT, signal.SIG_IGN); " \\
+        "open(sys.argv[1], 'w').write(str(os.getpid())); print('deep', flush=True); time.sleep(60)"
+middle = f"import subprocess, sys; subprocess.Popen([sys.executable, '-Sc', {inner!r}, sys.argv[1]], " \\
+         "start_new_session=True)"
+subprocess.run([sys.executable, "-Sc", middle, sys.argv[1]], start_new_session=True)
+while not os.path.exists(sys.argv[1]) or not os.path.getsize(sys.argv[1]): time.sleep(0.01)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("then", "status"),
+    [
+        ("pass", "passed"),
+        ("time.sleep(60)", "out of time"),
+        ("signal.signal(signal.SIGINT, signal.SIG_IGN); print('deaf', flush=True); time.sleep(60)", "out of time"),
+    ],
+    ids=["ended", "heeds", "ignores"],
+)
+def test_a_stage_ends_with_all_that_it_started(
+    tmp_path: Path, known: dict[str, Stage], go: Go, monkeypatch: pytest.MonkeyPatch, then: str, status: str
+) -> None:
+    """A grandchild in another session, its parents gone, deaf to SIGINT; the stage itself is told at its limit."""
+    monkeypatch.setattr(Stage, "limit", property(lambda stage: stage.seconds))
+    file = tmp_path / "pid"
+    known["orphan"] = Stage((*python(ORPHAN + then), str(file)), 0.8 if status != "passed" else 9)
+    known["other"] = Stage(python("pass"), 9)
+    began = time.monotonic()
+    assert go() == (0 if status == "passed" else 2)
+    assert statuses(tmp_path) == {"orphan": status, "other": "passed"}
+    assert not processes.alive(int(file.read_text()))
+    assert time.monotonic() - began < 10
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_the_run_and_what_had_ended_is_kept(
+    tmp_path: Path, known: dict[str, Stage], go: Go, made: Path, number: int
+) -> None:
+    known["first"] = Stage(makes(made, "{}"), 9, made=made, record="record.json")
+    known["asks"] = Stage(("sh", "-c", f"kill -{int(number)} $PPID; sleep 60"), 9)
+    known["never"] = Stage(python("pass"), 9)
+    before = signal.getsignal(number)
+    assert go() == 2
+    assert statuses(tmp_path) == {"first": "passed", "asks": "interrupted", "never": "not started: interrupted"}
+    assert (tmp_path / "out" / "record.json").exists()
+    assert signal.getsignal(number) is before
+
+
+@pytest.mark.slow
+def test_nothing_begins_that_would_not_end_within_the_budget(
+    tmp_path: Path, known: dict[str, Stage], go: Go, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "LEAST", 1.0)
+    monkeypatch.setattr(command, "SPARE", 0.1)
+    monkeypatch.setattr(command, "ENDING", 0.5)
+    known["short"] = Stage(python("pass"), 0.1)
+    known["long"] = Stage(python("pass"), 90)
+    known["hangs"] = Stage(python("import time; time.sleep(60)"), 0.2)
+    began = time.monotonic()
+    assert go("--budget", "2") == 2
+    assert time.monotonic() - began < 3
+    assert statuses(tmp_path) == {"short": "passed", "long": "not started: no time left", "hangs": "out of time"}
+
+
+@pytest.mark.slow
+def test_what_runs_beside_stands_still_while_something_measures(
+    tmp_path: Path, known: dict[str, Stage], go: Go
+) -> None:
+    ticks = tmp_path / "ticks"
+    counts = f"import time\nfor _ in range(400):\n    open({str(ticks)!r}, 'a').write('x'); time.sleep(0.005)"
+    measures = f"import os, time\nwhile not os.path.exists({str(ticks)!r}): time.sleep(0.01)\n"
+    looks = f"def size(): return os.path.getsize({str(ticks)!r})\ntime.sleep(0.1); a = size(); time.sleep(0.3)\n"
+    looks += "print(size() - a)"
+    known["beside"] = Stage(python(counts), 9, beside=True)
+    known["first"] = Stage(python(measures + looks), 9)
+    known["quiet"] = Stage(python(measures + looks), 9, quiet=True)
+    assert go() == 0
+    assert int(log(tmp_path, "first")) > 5
+    assert int(log(tmp_path, "quiet")) == 0
+    assert ticks.stat().st_size == 400
+
+
+def test_a_second_window_goes_on_and_does_again_only_what_prepares(
+    tmp_path: Path, known: dict[str, Stage], go: Go, made: Path
+) -> None:
+    runs = tmp_path / "runs"
+
+    def noted(name: str, then: str = "pass") -> tuple[str, ...]:
+        return makes(made.with_name(name), name, f"open({str(runs)!r}, 'a').write({name!r} + ' '); {then}")
+
+    known["build"] = Stage(noted("build"), 9, prepares=True)
+    known["good"] = Stage(noted("good"), 9, made=made.with_name("good"), record="good.json", needs=("build",))
+    known["bad"] = Stage(noted("bad", "raise SystemExit(1)"), 9, needs=("build",))
+    assert go() == 1
+    assert go() == 3  # OUT has a run already
+    runs.write_text("")
+    known["bad"] = Stage(noted("bad"), 9, needs=("build",))
+    second = ["--resume", str(tmp_path / "out")]
+    assert command.main([str(tmp_path / "second"), *second]) == 0
+    assert runs.read_text().split() == ["build", "bad"]
+    found = json.loads((tmp_path / "second" / SUMMARY).read_text())
+    assert {name: (one["status"], one["window"]) for name, one in found["stages"].items()} == {
+        "build": ("passed", 1), "good": ("passed", 0), "bad": ("passed", 1),
+    }  # fmt: skip
+    assert len(found["windows"]) == 2
+    assert (tmp_path / "second" / "good.json").read_text() == "good"
+
+
+@pytest.mark.parametrize("field", ["engine", "lock", "device", "schema"])
+def test_windows_of_two_engines_are_not_mixed(
+    tmp_path: Path, known: dict[str, Stage], go: Go, capsys: pytest.CaptureFixture[str], field: str
+) -> None:
+    known["one"] = Stage(python("pass"), 9)
+    assert go() == 0
+    path = tmp_path / "out" / SUMMARY
+    path.write_text(json.dumps({**summary(tmp_path), field: "other"}))
+    before = path.read_bytes()
+    assert go("--resume", str(tmp_path / "out")) == 3
+    assert f"{SUMMARY}: {field}: " in capsys.readouterr().err
+    assert path.read_bytes() == before
+
+
+def test_a_full_disk_is_told_and_tried_again(
+    tmp_path: Path, known: dict[str, Stage], go: Go, made: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    known["first"] = Stage(makes(made, "{}"), 9, made=made, record="record.json")
+    known["last"] = Stage(python("pass"), 9)
+    room = [False] * 3
+
+    def full(path: Path, data: bytes) -> None:
+        if path.name == "record.json" and room:
+            room.pop()
+            raise OSError(28, "No space left on device", str(path))
+        files.write_atomic(path, data)
+
+    monkeypatch.setattr(record, "write_atomic", full)
+    assert go() == 0
+    assert (tmp_path / "out" / "record.json").read_text() == "{}"
+    room[:] = [False] * 999
+    assert command.main([str(tmp_path / "second")]) == 3
+    assert "NOT WRITTEN, to be tried again: record.json: No space left on device" in capsys.readouterr().out
+    found = json.loads((tmp_path / "second" / SUMMARY).read_text())
+    assert found["windows"][0]["problems"] == ["record.json: No space left on device"]
+
+
+def test_two_at_once_in_a_checkout_are_refused(
+    tmp_path: Path, known: dict[str, Stage], go: Go, capsys: pytest.CaptureFixture[str]
+) -> None:
+    known["one"] = Stage(python("pass"), 9)
+    with command.alone_here():
+        assert go() == 3
+    assert "another run is under way" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+    assert go() == 0
+
+
+def test_arguments_that_cannot_be_followed_are_told_before_anything_runs(
+    tmp_path: Path, known: dict[str, Stage], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known["tests"] = Stage(python("pass"), 9)
+    (tmp_path / "file").touch()
+    for words, said in {
+        (str(tmp_path / "o"), "--only", "tets"): "no stage tets; there are tests",
+        (): "OUT is missing",
+        (str(tmp_path / "o"), "--budget", "5"): "no number of seconds from 60 on",
+        (str(tmp_path / "o"), "--resume", str(tmp_path)): "--resume names the folder of an earlier run",
+        (str(tmp_path / "file"),): "OUT is a folder that can be made",
+    }.items():
+        assert cli.main(["evidence", *words]) == 3
+        assert said in capsys.readouterr().err
+    monkeypatch.setattr(command, "survey", lambda: Survey((), "no driver", ""))
+    assert cli.main(["evidence", str(tmp_path / "o")]) == 3
+    assert "no GPU: no driver" in capsys.readouterr().err
+
+
+def test_what_a_machine_lacks_is_told_and_does_not_keep_the_others(
+    tmp_path: Path, known: dict[str, Stage], go: Go
+) -> None:
+    known["tool"] = Stage(python("pass"), 9, tool="no-such-program")
+    known["package"] = Stage(python("pass"), 9, module="no_such_package", prepares=True)
+    known["after"] = Stage(python("pass"), 9, after=("package",))
+    known["two"] = Stage(python("pass"), 9, gpus=2)
+    known["here"] = Stage(python("pass"), 9)
+    assert go() == 2
+    assert statuses(tmp_path) == {
+        "tool": "not started: no-such-program is not on PATH",
+        "package": "not started: the package no_such_package is not installed",
+        "after": "passed",
+        "two": "not chosen: it takes 2 GPUs",
+        "here": "passed",
+    }
+    known.pop("tool"), known.pop("package"), known.pop("after")
+    (tmp_path / "out" / SUMMARY).unlink()
+    assert go() == 0
+
+
+def test_records_are_called_after_the_gpu() -> None:
+    names = {"NVIDIA H200": "h200", "NVIDIA H100 80GB HBM3": "h100", "NVIDIA GeForce RTX 5090": "rtx5090"}
+    assert {name: device_name(name) for name in names} == names
+
+
+class Parsed(Exception):
+    """The arguments of a command were read to their end."""
+
+
+@pytest.fixture
+def only_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands end as soon as they have read their arguments."""
+    import argparse
+
+    def parse(parser: argparse.ArgumentParser, arguments: Any = None, namespace: Any = None) -> None:
+        _, rest = parser.parse_known_args(arguments, namespace)
+        if rest:
+            parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        raise Parsed
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse)
+
+
+def entries(known: Mapping[str, Stage]) -> Iterator[tuple[str, str, list[str]]]:
+    """Stage, module and arguments of every command of ours that reads its arguments by itself."""
+    for name, one in known.items():
+        words = list(one.command)
+        at = words.index("python")
+        module, arguments = words[at + 2], words[at + 3 :]
+        if module == "harness" and arguments[0] != "test":
+            yield name, cli.COMMANDS[arguments[0]][0], arguments[1:]
+        elif module not in ("harness", "pytest", "tests.cuda.sweep"):
+            yield name, f"{module}:main", arguments
+
+
+ENTRIES = list(entries(stages("h200", 2)))
+
+
+@pytest.mark.parametrize(("name", "target", "arguments"), ENTRIES, ids=[name for name, _, _ in ENTRIES])
+def test_every_command_line_is_one_that_its_command_takes(
+    only_parsed: None, monkeypatch: pytest.MonkeyPatch, name: str, target: str, arguments: list[str]
+) -> None:
+    import importlib
+
+    module, _, function = target.partition(":")
+    run = getattr(importlib.import_module(module), function)
+    monkeypatch.setattr(sys, "argv", [module, *arguments])
+    with pytest.raises(Parsed):
+        run(arguments) if run.__code__.co_argcount else run()
+
+
+@pytest.mark.slow
+def test_a_rehearsal_collects_the_tests_and_runs_a_cell(tmp_path: Path) -> None:
+    """In processes of their own, as on a machine with a GPU: options, collection, a ledger, the summary."""
+    out = tmp_path / "out"
+    only = ("step", "matrix", "pairs", "bench")
+    done = subprocess.run(
+        [sys.executable, "-m", "harness", "evidence", str(out), "--rehearse", "--only", *only],
+        cwd=ROOT, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((out / "cuda-rehearsal-run.json").read_text())["stages"]
+    assert {name for name, one in found.items() if one["status"] == "passed"} == set(only)
+    assert found["matrix"]["counts"] == {"expected": 1, "passed": 1, "failed": 0, "not run": 0}
+    ledger = json.loads((out / "cuda-rehearsal-ledger.json").read_text())
+    assert ledger["run_id"] == "cuda-rehearsal-ledger"
+    assert "/" not in ledger["command"].replace("tests/test_matrix.py", "").replace("build/evidence/cuda-", "")
+    assert io.BytesIO((out / LOGS).read_bytes()).getbuffer().nbytes > 0

@@ -1,0 +1,82 @@
+"""Counts of records: those that are committed, which commands wrote, and what is cut off or none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from harness.evidence import counts
+from harness.evidence.record import counted
+from harness.evidence.stages import Stage
+from harness.ledger_format import ledger_bytes
+from harness.sources import ROOT
+from tests.harness.records import FINE, OFF, cell, ledger
+
+EVIDENCE = ROOT / "docs" / "evidence"
+
+COMMITTED: dict[str, tuple[str, dict[str, Any]]] = {
+    "cells": ("scale-h200.json", {"expected": 15, "passed": 15, "failed": 0, "not run": 0}),
+    "faults": ("mutants-cuda.json", {"named": None}),
+    "broken": ("broken-h200.json", {"breaks": 17, "not built": 0}),
+    "pairs": ("pairs-h200.json", {"shapes": 21, "pairs": 21000, "rows": 662781, "differing_rows": 0, "unfit": 0}),
+    "bench": ("bench-cuda.json", {"cases": 69, "steps": 2, "absent peers": [], "not measured": {}}),
+    "counters": ("counters-h200.json", {}),
+    "latency": ("cuda-h200-latency.json", {"decodes": 8}),
+    "acceptance": ("text-acceptance.json", {"lines": 16, "as AR": 16}),
+    "timeline": ("share-h200.json", {}),
+}
+
+
+@pytest.mark.parametrize("kind", COMMITTED)
+def test_a_committed_record_is_counted(kind: str) -> None:
+    name, some = COMMITTED[kind]
+    found = counts.COUNTS[kind]((EVIDENCE / name).read_bytes())
+    assert {key: found.get(key) for key in some} == some
+    assert all(value for key, value in found.items() if key in ("cases", "kernels", "launches of 1/2", "caught"))
+
+
+JUNIT = b"""<?xml version="1.0"?><testsuites><testsuite name="pytest" tests="4">
+<testcase classname="tests.a" name="good" time="1"/>
+<testcase classname="tests.a" name="bad[1]"><failure message="x">E</failure></testcase>
+<testcase classname="tests.b" name="worse"><error message="setup">E</error></testcase>
+<testcase classname="tests.b" name="left"><skipped message="no"/></testcase></testsuite></testsuites>"""
+
+
+def test_tests_are_counted_by_what_became_of_them() -> None:
+    named = ["tests.a::bad[1]", "tests.b::worse"]
+    assert counts.tests(JUNIT) == {"passed": 1, "failed": 2, "skipped": 1, "named": named}
+
+
+def test_cells_that_failed_are_named_and_those_that_did_not_run_counted() -> None:
+    a, b, c = (f"int4-ar-{name}-cuda" for name in ("long", "tiny", "yarn"))
+    made = ledger(cell(a, FINE), cell(b, OFF), expected=(a, b))
+    assert counts.cells(ledger_bytes(made)) == {"expected": 2, "passed": 1, "failed": 1, "not run": 0, "named": [b]}
+    from harness.ledger import complete
+
+    made = complete(ledger(expected=(a, b, c)), [cell(a, FINE)])
+    assert counts.cells(ledger_bytes(made))["not run"] == 2
+
+
+def test_sanitizers_are_counted_by_their_last_words() -> None:
+    text = (
+        b"operations: 27.9 s\ncells: 43.7 s\n========= RACECHECK SUMMARY: 6 hazards displayed (4 errors, 2 warnings)\n"
+    )
+    expected = {"hazards": 6, "errors": 4, "warnings": 2, "parts": ["operations", "cells"]}
+    assert counts.sanitizer(text) == expected
+    assert counts.sanitizer(b"operations: 1.0 s\n========= ERROR SUMMARY: 1 error\n")["errors"] == 1
+    assert counts.sanitizer(b"operations: 1.0 s\n") == {"parts": ["operations"]}  # cut off: no verdict
+
+
+def test_a_record_that_is_missing_or_none_is_told_of(tmp_path: Any) -> None:
+    path = tmp_path / "record"
+    for kind in counts.COUNTS:
+        if kind == "sanitizer":
+            continue
+        stage = Stage((), 1, kind, path)
+        assert counted(stage, path) == {"none": "it wrote no record"}
+        for data in (b"", b"{}", b"[1]", b"null", b"<a>"):
+            path.write_bytes(data)
+            found = counted(stage, path)
+            assert "none" in found or not any(found.values()), (kind, data)
+        path.unlink()
