@@ -193,12 +193,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         if (ROOT / (error.name or "").partition(".")[0]).is_dir():
             return _unforeseen(arguments[0])  # one of ours: a fault of the checkout, whose place matters
-        print(
-            f"kdtree {arguments[0]}: {error.name} is not installed for {sys.executable}; `{sys.executable} -m harness "
-            "doctor` says what is missing and how to get it, and nox installs it",
-            file=sys.stderr,
-        )
-        return INFRASTRUCTURE
+        return _lacking(arguments[0], f"{error.name} is not installed for {sys.executable}")
+    except ImportError as error:
+        places = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+        if any(Path(places[-1]).is_relative_to(ROOT / name) for name in ("harness", "engine", "refs")):
+            return _unforeseen(arguments[0])
+        return _lacking(arguments[0], f"a package of {sys.executable} cannot be imported: {error} ({places[-1]})")
     except KeyboardInterrupt:
         return _interrupted()
     except Exception as error:
@@ -215,6 +215,15 @@ def _began_as_interrupt(error: BaseException) -> bool:
     while error.__context__ is not None:
         error = error.__context__
     return isinstance(error, KeyboardInterrupt)
+
+
+def _lacking(command: str, what: str) -> int:
+    print(
+        f"kdtree {command}: {what}; `{sys.executable} -m harness doctor` says what is missing and "
+        "how to get it, and nox installs it",
+        file=sys.stderr,
+    )
+    return INFRASTRUCTURE
 
 
 def _unforeseen(command: str) -> int:

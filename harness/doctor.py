@@ -7,16 +7,21 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from harness import environment as machine
 from harness import plain_json
 from harness.cells import INFRASTRUCTURE, PASSED
 from harness.cli import Parser
+from harness.progress import tell, told
 
 TORCH_MINIMUM = (2, 11)
+HARNESS = {"numpy": (1, 26), "PyYAML": (6, 0), "Jinja2": (3, 1), "pytest": (8, 0), "pytest-xdist": (3, 5)}
+"""Packages without which no cell can be judged, whatever the engine."""
+_PIP = "python -m pip install"
 
 
 @dataclass(frozen=True)
@@ -42,7 +47,25 @@ def _package(name: str, needed_for: str, minimum: tuple[int, ...] = ()) -> Findi
     have = machine.version(name)
     ok = bool(have) and _numbers(have) >= minimum
     wanted = f"{name}>={'.'.join(map(str, minimum))}" if minimum else name
-    return Finding(name, ok, have or "not installed", needed_for, "" if ok else f"python -m pip install '{wanted}'")
+    return Finding(name, ok, have or "not installed", needed_for, "" if ok else f"{_PIP} '{wanted}'")
+
+
+def _torch() -> Finding:
+    """One that is installed may lack what it needs: a library of CUDA, a numpy of its own age."""
+    finding = _package("torch", "cpu", TORCH_MINIMUM)
+    if not finding.ok or "torch" in sys.modules:
+        return finding
+    with told("doctor: importing torch", tell):
+        done = subprocess.run([sys.executable, "-c", "import torch"], capture_output=True, text=True, check=False)
+    if done.returncode == 0:
+        return finding
+    why = (done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1]
+    return replace(finding, ok=False, found=f"{finding.found} cannot be imported: {why}", remedy=f"{_PIP} torch")
+
+
+def lacking() -> list[str]:
+    """What the harness itself needs of Python and this machine has not."""
+    return [name for name, minimum in HARNESS.items() if not _package(name, "cpu", minimum).ok]
 
 
 def _program(name: str, needed_for: str, package: str, *, places: Sequence[str] = ()) -> Finding:
@@ -93,13 +116,10 @@ def examine() -> list[Finding]:
             "cpu",
             "" if python >= (3, 10) else "install Python 3.10 or newer",
         ),
-        _package("numpy", "cpu", (1, 26)),
-        _package("PyYAML", "cpu", (6, 0)),
-        _package("torch", "cpu", TORCH_MINIMUM),
+        *(_package(name, "cpu", minimum) for name, minimum in HARNESS.items()),
+        _torch(),
         _package("setuptools", "cpu"),
         _package("ninja", "cpu"),
-        _package("pytest", "cpu", (8, 0)),
-        _package("pytest-xdist", "cpu", (3, 5)),
         _package("hypothesis", "tests"),
         _package("paramiko", "remote", (3, 4)),
         Finding(

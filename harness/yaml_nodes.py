@@ -57,6 +57,8 @@ class Reader:
         self, node: yaml.Node, where: str, readers: Mapping[str, Callable[[yaml.Node, str], Any]]
     ) -> dict[str, Any]:
         values = {}
+        if not isinstance(node, yaml.MappingNode):
+            raise self.error(node, where, f"expected fields ({', '.join(readers)}), found {found(node)}")
         for name, (key, value) in self.mapping(node, where).items():
             if name not in readers:
                 if looks_secret(name):

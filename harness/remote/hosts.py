@@ -21,6 +21,7 @@ from harness.yaml_nodes import Reader, YamlError, found, looks_secret
 DEFAULT_LOCK = "/tmp/kdtree-engine.lock"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_ADDRESS = re.compile(r"(?![^:]*:[0-9]+$)[^@\s]+")  # neither USER@HOST nor HOST:PORT; IPv6 has more colons
 _ARCHITECTURE = re.compile(r"sm_([1-9][0-9]*)([0-9])([af]?)")
 _FINGERPRINT = re.compile(r"SHA256:[A-Za-z0-9+/]{43}")
 
@@ -133,7 +134,10 @@ class _HostReader(Reader):
         where = f"hosts.{name}"
         seconds = self.number(0.1, 7 * 86400, float)
         readers: dict[str, Callable[[yaml.Node, str], Any]] = {
-            "address": self.text,
+            "address": self.matching(
+                _ADDRESS,
+                "a Host of ssh_config, a DNS name or an IP address (`user` and `port` are fields of their own)",
+            ),
             "user": self.text,
             "port": self.number(1, 65535, int),
             "rendezvous": self.matching(re.compile(r"[A-Za-z0-9.:-]+"), "a DNS name or an IP address"),

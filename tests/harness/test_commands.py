@@ -8,6 +8,7 @@ import errno
 import io
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from harness.inspect import main as inspect
 from harness.matrix import F32_PRECISIONS, PRECISIONS, config_precisions
 from harness.prepare import Infrastructure
 from harness.reference_engine import ReferenceSession
+from harness.remote.farside import probe
 from harness.sources import ROOT
 from refs import kdtr
 
@@ -117,6 +119,11 @@ def test_a_package_that_is_not_installed_is_named_with_a_remedy(
     monkeypatch.setattr("harness.inspect.main", lacking)
     assert cli.main(["inspect"]) == 3
     assert f"kdtree inspect: yaml is not installed for {sys.executable}; " in capsys.readouterr().err
+    monkeypatch.setattr(
+        "harness.inspect.main", lambda argv: exec(compile("raise ImportError('no libz')", "/lib/t.py", "exec"))
+    )
+    assert cli.main(["inspect"]) == 3
+    assert f"a package of {sys.executable} cannot be imported: no libz (/lib/t.py); " in capsys.readouterr().err
     monkeypatch.setattr("harness.inspect.main", broken)
     assert cli.main(["inspect"]) == 3
     assert "ModuleNotFoundError: No module named 'harness.gone'\nkdtree inspect: a fault" in capsys.readouterr().err
@@ -300,6 +307,39 @@ def test_doctor_ends_with_3_and_a_remedy_when_the_cpu_path_lacks_something(
     text = capsys.readouterr().out
     assert "MISSING" in text
     assert f"python -m pip install '{package}>=" in text
+
+
+def test_a_run_without_a_package_of_the_harness_names_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    real = environment.version
+    monkeypatch.setattr(environment, "version", lambda name: "" if name == "Jinja2" else real(name))
+    assert cli.main(["test", "--engine", "reference"]) == 3
+    assert f"kdtree test: Jinja2 is not installed for {sys.executable}; " in capsys.readouterr().err
+
+
+def test_doctors_look_for_all_that_the_project_depends_on() -> None:
+    """Here and on a remote host; the versions are those of pyproject.toml."""
+    stated = re.findall(r'"([A-Za-z0-9-]+)>=([0-9.]+)"', (ROOT / "pyproject.toml").read_text("utf-8"))
+    wanted = {name.lower(): tuple(map(int, version.split("."))) for name, version in stated}
+    (needed,) = re.findall(r"^dependencies = \[(.*)\]$", (ROOT / "pyproject.toml").read_text("utf-8"), re.MULTILINE)
+    have = {name.lower(): minimum for name, minimum in doctor.HARNESS.items()}
+    assert {*re.findall(r'"([a-z0-9-]+)>', needed), "pytest", "pytest-xdist"} == set(have)
+    for name, minimum in have.items():
+        assert minimum[: len(wanted[name])] == wanted[name][:2], name
+    assert wanted["torch"] == doctor.TORCH_MINIMUM
+    there = {finding.name.lower() for finding in doctor.examine() if finding.needed_for == "cpu"}
+    assert set(have) < {name.lower() for name in probe._NEEDED.values()} <= there
+
+
+def test_doctor_says_that_an_installed_torch_cannot_be_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "torch.py").write_text("raise OSError('libcudart.so.13: cannot open shared object file')\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    assert doctor.main([]) == 3
+    assert "cannot be imported: OSError: libcudart.so.13" in capsys.readouterr().out
 
 
 def test_doctor_says_when_the_toolkit_does_not_fit_torch(

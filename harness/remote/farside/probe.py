@@ -36,6 +36,7 @@ _NEEDED = {
     "torch": "torch",
     "numpy": "numpy",
     "yaml": "PyYAML",
+    "jinja2": "Jinja2",
     "pytest": "pytest",
     "xdist": "pytest-xdist",
     "setuptools": "setuptools",
