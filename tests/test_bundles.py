@@ -19,6 +19,7 @@ from harness import bundle_lock, bundles
 from harness.bundle_lock import BundleError, LockDiffers
 from refs import generate, kdtr, recipe
 from refs.errors import ConfigError
+from tests.waiting import PATIENCE, until
 
 ROOT = Path(bundles.__file__).resolve().parents[1]
 QUICK = ["block1", "budget0"]  # a tenth of a second each
@@ -204,7 +205,7 @@ def test_updating_the_lock_says_what_changed(tmp_path: Path, monkeypatch: pytest
 @pytest.mark.slow
 def test_many_processes_make_each_bundle_once(tmp_path: Path) -> None:
     processes = [run("--out", str(tmp_path), *QUICK) for _ in range(3)]
-    output = [process.communicate(timeout=120) for process in processes]
+    output = [process.communicate(timeout=PATIENCE) for process in processes]
     assert [process.returncode for process in processes] == [0] * 3, output
     assert sorted(made([line for _, err in output for line in err.splitlines()])) == QUICK
     assert visible(tmp_path) == ["block1.kdtr", "budget0.kdtr"]
@@ -215,13 +216,10 @@ def test_a_killed_maker_leaves_nothing_that_trips_the_next(tmp_path: Path) -> No
     """Killed in the middle of a bundle: the next run starts at once, makes it, and removes the litter."""
     process = run("--out", str(tmp_path), "tiny")
     lock = tmp_path / ".tiny.lock"
-    deadline = time.monotonic() + 60
-    while not (lock.exists() and held(lock)):
-        assert time.monotonic() < deadline
-        assert process.poll() is None
-        time.sleep(0.01)
+    until(lambda: process.poll() is not None or (lock.exists() and held(lock)))
+    assert process.poll() is None
     process.send_signal(signal.SIGKILL)
-    process.communicate(timeout=60)
+    process.communicate(timeout=PATIENCE)
     assert not (tmp_path / "tiny.kdtr").exists()
     litter = tmp_path / ".tiny.kdtr.abc.part"  # what it would have left a moment later
     litter.write_bytes(b"half")

@@ -25,6 +25,7 @@ from harness.remote.ssh_auth import ConnectionFailed
 
 MODULES = ("wire", "tree", "store", "process", "queue_lock", "probe", "requests", "agent")
 """Of ``harness.remote.farside``, each after those it imports."""
+LAST_WORDS = 10.0  # seconds for status and complaints after the last byte: at once, but for a busy machine
 GRACE = 3.0  # seconds between SIGTERM and SIGKILL for what runs on a host that has lost us
 _LOADER = """
 import json, sys, types
@@ -116,9 +117,9 @@ class Link:
             raise ConnectionFailed(self._why_no_start(seen)) from None
 
     def _why_no_start(self, seen: bytes) -> str:
-        self._channel.status_event.wait(5)
+        self._channel.status_event.wait(LAST_WORDS)
         status = self._channel.exit_status
-        said = _last_line(self._complaints(5) or seen)
+        said = _last_line(self._complaints() or seen)
         if status == 127:
             return f"{self.host.name}: python: {self.host.python} is not there (status 127); set python in hosts.yaml"
         if status == -1:
@@ -161,9 +162,9 @@ class Link:
         except TimeoutError:  # of recv, whose limit is the silence that is granted
             self.lost = self._silent()
         except EOFError:
-            self._channel.status_event.wait(1)
+            self._channel.status_event.wait(LAST_WORDS)
             status = self._channel.exit_status
-            complaints = self._complaints(1)
+            complaints = self._complaints()
             said = f": {_last_line(complaints)}" if complaints else ""
             self.lost = (
                 f"the far side's program ended (status {status}){said}" if status >= 0 else "the connection closed"
@@ -186,9 +187,9 @@ class Link:
                 return
             self._noise[:] = (self._noise + data)[-8192:]
 
-    def _complaints(self, seconds: float) -> bytes:
+    def _complaints(self) -> bytes:
         """What a program that has ended complained of; its status may be known before all of that is read."""
-        self._errors.join(seconds)
+        self._errors.join(LAST_WORDS)
         return bytes(self._noise)
 
     def _beat(self) -> None:

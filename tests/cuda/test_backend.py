@@ -20,6 +20,7 @@ from harness.golden import Golden
 from harness.protocol import Decoded, DecodeRequest, DeviceError, OutOfMemory
 from refs import kdtr
 from tests.cuda.operations import random_tree
+from tests.waiting import PATIENCE
 
 ROOT = Path(__file__).resolve().parents[2]
 RUNS = 100
@@ -180,7 +181,7 @@ for _ in range(2):
 def test_a_lost_context_is_named() -> None:
     """An illegal address is a DeviceError whose text the harness takes for sticky; the process still ends by itself."""
     done = subprocess.run(
-        [sys.executable, "-c", LOST], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
+        [sys.executable, "-c", LOST], cwd=ROOT, capture_output=True, text=True, timeout=4 * PATIENCE, check=False
     )
     first, second = done.stdout.splitlines()[:2]
     assert first.startswith("DeviceError cuda")
@@ -212,7 +213,7 @@ except Exception as error:
 def test_debug_build_says_what_was_violated() -> None:
     """A device-side assert carries its message, the file and the block."""
     done = subprocess.run(
-        [sys.executable, "-c", ASSERTED], cwd=ROOT, capture_output=True, text=True, timeout=400, check=False
+        [sys.executable, "-c", ASSERTED], cwd=ROOT, capture_output=True, text=True, timeout=4 * PATIENCE, check=False
     )
     assert "mla_attention: a key outside the cache" in done.stdout, done.stdout + done.stderr
     assert "mla_attention.cu" in done.stdout
@@ -227,5 +228,5 @@ def test_memory_and_steps_from_cpp(tmp_path: Path) -> None:
     sources = [ROOT / "tests" / "cuda" / "backend_probe.cu", *sorted((ROOT / "csrc" / "cuda").glob("*.cu"))]
     flags = ["-std=c++17", "-O1", "-DKDTREE_CUDA", "-t", "0", f"-gencode=arch=compute_{arch},code=sm_{arch}"]
     subprocess.run([compiler, *flags, *map(str, sources), "-o", str(program)], check=True)
-    done = subprocess.run([str(program)], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run([str(program)], capture_output=True, text=True, timeout=PATIENCE, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

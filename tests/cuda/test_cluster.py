@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from harness import environment, gpu, toolchain
+from tests.waiting import PATIENCE
 
 PROBE = Path(__file__).with_name("cluster_probe.cu")
 
@@ -23,7 +24,7 @@ def test_the_barrier_of_a_cluster(tmp_path: Path) -> None:
     program = tmp_path / "probe"
     flags = ["-std=c++17", "-O3", "-DKDTREE_CUDA", f"-gencode=arch=compute_{number},code=sm_{number}"]
     subprocess.run([compiler, *flags, str(PROBE), "-o", str(program)], check=True)
-    done = subprocess.run([str(program)], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run([str(program)], capture_output=True, text=True, timeout=PATIENCE, check=False)
     print(done.stdout)
     assert done.returncode == 0, done.stdout + done.stderr
     name, wrong, of = done.stdout.splitlines()[0].split()

@@ -19,6 +19,7 @@ from typing import Any
 
 from harness.sources import ROOT
 from tests import processes
+from tests.waiting import PATIENCE
 
 
 class Forks:
@@ -59,7 +60,7 @@ class Forks:
     def close(self) -> None:
         assert self._server.stdin is not None
         self._server.stdin.close()
-        self._server.wait(10)
+        self._server.wait(PATIENCE)
 
 
 def _become(call: Mapping[str, Any]) -> None:

@@ -24,6 +24,7 @@ from harness.reference_engine import ReferenceEngine, ReferenceSession
 from harness.runner import Runner
 from harness.sources import ROOT
 from refs.model import Model
+from tests.waiting import PATIENCE
 
 pytestmark = pytest.mark.usefixtures("remembered")
 AR, TREE = Point("fp32", "ar", "micro", "", "cpu"), Point("int4", "ddtree", "micro", "noisy", "cpu")
@@ -326,13 +327,13 @@ def test_native_code_that_never_returns_ends_with_a_record(micro: Path, monkeypa
     ended, last = threading.Event(), []
     monkeypatch.setattr(os, "_exit", lambda status: ended.set() or last.append(status))
     monkeypatch.setattr(
-        ReferenceSession, "decode", lambda self, request: time.sleep(3600) if not ended.wait(20) else None
+        ReferenceSession, "decode", lambda self, request: time.sleep(3600) if not ended.wait(PATIENCE) else None
     )
     runner = Runner("reference", {"micro": micro}, seconds=0.5, host="here", worker="")
     records: list[Cell] = []
     thread = threading.Thread(target=runner.run, args=(AR, records.append))
     thread.start()
-    thread.join(30)
+    thread.join(2 * PATIENCE)
     assert last[0] == 1  # with _exit disarmed the cell goes on, and may be late once more
     assert (records[0].id, records[0].verdict) == (AR.id, Verdict.TIMEOUT)
 

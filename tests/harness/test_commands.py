@@ -29,6 +29,7 @@ from harness.reference_engine import ReferenceSession
 from harness.remote.farside import probe
 from harness.sources import ROOT
 from refs import kdtr
+from tests.waiting import PATIENCE
 
 
 def test_help_lists_the_commands_and_the_exit_statuses(capsys: pytest.CaptureFixture[str]) -> None:
@@ -154,7 +155,7 @@ def work(argv):
     with tempfile.TemporaryDirectory() as folder:
         print(folder, flush=True)
         os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(20)
+        time.sleep(600)
 
 harness.inspect.main = work
 sys.exit(cli.main(["inspect"]))
@@ -162,7 +163,7 @@ sys.exit(cli.main(["inspect"]))
 
 
 def test_a_command_that_is_told_to_end_leaves_nothing_behind() -> None:
-    done = subprocess.run([sys.executable, "-c", ENDED], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", ENDED], cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)
     assert (done.returncode, done.stderr) == (2, "kdtree: interrupted\n")
     assert not Path(done.stdout.strip()).exists()
 
@@ -278,7 +279,7 @@ def test_a_reader_that_leaves_is_no_success_and_no_traceback() -> None:
     listing = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert listing.stdout is not None
     listing.stdout.close()
-    _, complaint = listing.communicate(timeout=60)
+    _, complaint = listing.communicate(timeout=PATIENCE)
     assert (listing.returncode, complaint) == (141, b"")
 
 

@@ -19,6 +19,7 @@ from harness.cells import Ledger, Verdict
 from harness.matrix import SCALE
 from harness.sources import ROOT
 from tests.harness.forked import Forks
+from tests.waiting import PATIENCE
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
 EXAMPLE = Path(__file__).with_name("example_engine")
@@ -253,7 +254,7 @@ def test_an_installed_package_brings_an_engine(run: Command, tmp_path: Path) -> 
     copy.mkdir()
     for name in ("pyproject.toml", "example_engine.py"):  # setuptools writes beside what it builds
         (copy / name).write_bytes((EXAMPLE / name).read_bytes())
-    subprocess.run([*pip, str(site), str(copy)], check=True, capture_output=True, timeout=120)
+    subprocess.run([*pip, str(site), str(copy)], check=True, capture_output=True, timeout=4 * PATIENCE)
     done = run("--engine", "example", "-k", "ar-block1", "--run-dir", str(tmp_path / "one"), path=site)
     assert done.returncode == 0, done.stdout + done.stderr
     ledger = ledgers.read(tmp_path / "one")

@@ -16,7 +16,7 @@ import pytest
 from engine.ranks.job import _is_rank
 from harness.sources import ROOT
 from tests import processes
-from tests.remote.support import until
+from tests.waiting import until
 
 SECONDS = f"1{os.getpid()}.5"  # that no other process sleeps
 # All processes in /proc, one of them by its number, or a signal to another process than this.
@@ -41,7 +41,7 @@ LOOKED_AT = ("alive", "parent", "ancestors", "name", "running", "tree", "a rank"
 @pytest.fixture
 def child() -> Iterator[subprocess.Popen[bytes]]:
     with subprocess.Popen(["sleep", SECONDS], start_new_session=True) as made:
-        until(lambda: processes.name(made.pid) == "sleep", 30)
+        until(lambda: processes.name(made.pid) == "sleep")
         yield made
         made.kill()
 
@@ -100,7 +100,7 @@ def test_a_process_ends_while_it_is_looked_at(
 
 def test_a_process_that_nobody_has_waited_for_is_not_alive(child: subprocess.Popen[bytes]) -> None:
     assert processes.tell(child.pid)
-    until(lambda: not processes.alive(child.pid), 30)
+    until(lambda: not processes.alive(child.pid))
     assert processes.parent(child.pid) == os.getpid()
     assert not processes.flip(child.pid, 4096)
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
 import signal
 import subprocess
 import sys
-import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from engine import convert, direct_file, kdtr_stream
 from engine.importer import DONE, INCOMPLETE, REFUSED, USAGE, main
 from engine.safetensors_reader import Checkpoint
 from refs import kdtr
+from tests.waiting import until
 
 ROOT = Path(__file__).resolve().parents[2]
 RUN = "import sys; from engine.importer import main; sys.exit(main(sys.argv[1:]))"
@@ -184,6 +186,13 @@ def test_two_imports_of_one_target_exclude_each_other(source: Path, tmp_path: Pa
     assert main([str(source), "-o", str(target)]) == DONE
 
 
+def well_under_way(run: subprocess.Popen[bytes], journal: Path) -> bool:
+    """Or over."""
+    with contextlib.suppress(FileNotFoundError):  # not there yet, or no longer
+        return journal.read_bytes().count(b"\n") > 1
+    return run.poll() is not None
+
+
 @pytest.mark.slow
 def test_sigkill_leaves_no_half_file(tmp_path: Path) -> None:
     c = hf.config(hidden_size=512, vocab_size=10_000)
@@ -194,12 +203,8 @@ def test_sigkill_leaves_no_half_file(tmp_path: Path) -> None:
     killed = 0
     for _ in range(3):
         run = subprocess.Popen([sys.executable, "-c", code, source, "-o", target], cwd=ROOT, stderr=subprocess.DEVNULL)
-        deadline = time.monotonic() + 30
         journal = target.with_name(f".{target.name}.journal")
-        while run.poll() is None and time.monotonic() < deadline:
-            if journal.exists() and journal.read_bytes().count(b"\n") > 1:
-                break
-            time.sleep(0.002)
+        until(partial(well_under_way, run, journal))
         run.send_signal(signal.SIGKILL)
         run.wait()
         killed += run.returncode == -signal.SIGKILL

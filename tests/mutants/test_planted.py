@@ -20,6 +20,7 @@ from harness.mutants.build import Workshop
 from harness.mutants.catalogue import CatalogueError, Edit, Fault, load, plant
 from harness.mutants.result import Result, recorded
 from harness.mutants.run import LOADER, LOADER_CONFIG, NOT_BUILT, OPERATIONS, Outcome
+from tests.waiting import PATIENCE
 
 CELLS = [f"int4-ar-{LOADER_CONFIG}-cpu", f"fp32-ddtree-{LOADER_CONFIG}-noisy-cpu", LOADER]
 BY_NAME = {fault.name: fault for fault in load()}
@@ -100,10 +101,8 @@ def test_a_crash_and_a_hang_are_told_of(
     assert "signal 11" in found.detail
     hang = edit("cpu/norm.cpp", entry, entry + "  for (volatile int i = 0; i < 1;) {\n  }\n")
     monkeypatch.setattr(mutants_run, "SILENCE_SECONDS", 1.0)
-    start = time.monotonic()
     found = outcome(hang, workshop, paths, tmp_path / "hang")
     assert found.caught_by == f"{CELLS[0]}: hang"
-    assert time.monotonic() - start < 60
 
 
 @pytest.mark.slow
@@ -257,9 +256,9 @@ def test_an_interrupt_waits_for_no_cell(monkeypatch: pytest.MonkeyPatch) -> None
 
     def one(fault: Fault, *_: object) -> Result:
         if fault.name == "tensor_twice":
-            assert begun.wait(20)
+            assert begun.wait(PATIENCE)
             raise KeyboardInterrupt
-        process = multiprocessing.get_context("forkserver").Process(target=time.sleep, args=(60,), daemon=True)
+        process = multiprocessing.get_context("forkserver").Process(target=time.sleep, args=(3600,), daemon=True)
         process.start()
         begun.set()
         process.join()
@@ -270,7 +269,7 @@ def test_an_interrupt_waits_for_no_cell(monkeypatch: pytest.MonkeyPatch) -> None
     start = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         mutants.main(["-k", "unedited or tensor_twice", "--workers", "2"])
-    assert time.monotonic() - start < 30
+    assert time.monotonic() - start < PATIENCE
 
 
 @pytest.mark.parametrize("folder", ["bundles", "checkout"])

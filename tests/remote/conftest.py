@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from harness.build import build
 from harness.remote import sync
 from harness.remote.hosts import Host
 from harness.remote.session import Session
@@ -90,8 +91,14 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+@pytest.fixture(scope="session")
+def built() -> None:
+    """Compiling takes minutes on a busy machine, and the calls under test have limits."""
+    build("cpu")
+
+
 @pytest.fixture
-def remote(server: Server, tmp_path: Path, checkout: Path) -> Remote:
+def remote(server: Server, tmp_path: Path, checkout: Path, built: None) -> Remote:
     return Remote(server, tmp_path, checkout)
 
 

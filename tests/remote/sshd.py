@@ -8,13 +8,13 @@ import shutil
 import socket
 import subprocess
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
 from tests import processes
+from tests.waiting import until
 
 SSHD = shutil.which("sshd", path=f"{os.environ.get('PATH', '')}:/usr/sbin:/usr/local/sbin") or ""
 
@@ -73,9 +73,11 @@ class Sshd:
         self._options, self._prefix = list(options), list(prefix)
         self._authorized, self._passwords = authorized, passwords
         self.process: subprocess.Popen[bytes] | None = None
-        self.start()
+        while not self._start():
+            self.port = free_port()
 
-    def start(self) -> None:
+    def _start(self) -> bool:
+        """False if the port that was free has been taken since. Raises RuntimeError for other troubles."""
         lines = [
             f"Port {self.port}",
             f"ListenAddress {self.address}",
@@ -96,12 +98,15 @@ class Sshd:
             Path("/run/sshd").mkdir(exist_ok=True)  # root's sshd insists on its privilege separation folder
         with self.log.open("ab") as log:
             argv = [*self._prefix, SSHD, "-D", "-e", "-f", str(self.config)]
-            self.process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
-        deadline = time.monotonic() + 10
-        while "Server listening" not in self.log.read_text():
-            if self.process.poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError(f"sshd does not start: {self.log.read_text()}")
-            time.sleep(0.02)
+            process = self.process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        until(lambda: process.poll() is not None or "Server listening" in self.log.read_text())
+        if process.poll() is None:
+            return True
+        said = self.log.read_text()
+        if self._prefix or "Address already in use" not in said:
+            raise RuntimeError(f"sshd does not start: {said}")
+        self.log.unlink()
+        return False
 
     def sessions(self) -> list[int]:
         """The processes that serve connections, below the listener."""

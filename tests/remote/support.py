@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,12 +16,11 @@ import yaml
 
 from harness import ledger as ledgers
 from harness.cells import Ledger
-from harness.remote.hosts import Host, Limits
+from harness.remote.hosts import Host
 from harness.remote.ssh import Options
 from harness.sources import ROOT
 from tests.remote.sshd import Sshd, user
-
-QUICK = Limits(connect=3, banner=3, auth=3, silence=8, prepare=20, command=20, queue=20)
+from tests.waiting import PATIENCE
 
 
 @dataclass(frozen=True)
@@ -45,7 +43,6 @@ class Server:
             workdir=str(folder / "far"),
             python=sys.executable,
             lock=str(folder / "lock"),
-            limits=QUICK,
         )
         return replace(plain, **fields)
 
@@ -81,15 +78,6 @@ def write(root: Path, files: Mapping[str, bytes | str]) -> None:
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content if isinstance(content, bytes) else content.encode())
-
-
-def until(condition: Callable[[], object], seconds: float) -> float:
-    """Wait for ``condition``; how long it took. Fails after ``seconds``."""
-    began = time.monotonic()
-    while not condition():
-        assert time.monotonic() - began < seconds, f"not within {seconds} s"
-        time.sleep(0.05)
-    return time.monotonic() - began
 
 
 CACHES = (("KDTREE_BUNDLES", "bundles"), ("KDTREE_BUILD", "build"))
@@ -158,7 +146,7 @@ class Remote:
     def __call__(self, *arguments: str) -> Result:
         process, run_dir = self.start(*arguments)
         try:
-            out, err = process.communicate(timeout=240)
+            out, err = process.communicate(timeout=4 * PATIENCE)
         finally:
             process.kill()
         return Result(process.returncode, out, err, run_dir)

@@ -25,6 +25,7 @@ from harness.remote.ssh_route import RouteError, load_config, route
 from tests.remote import sshd as sshd_module
 from tests.remote.sshd import Relay, Sshd, keygen, public, require_sshd, ssh_config, user
 from tests.remote.support import Open, Server
+from tests.waiting import until
 
 
 def fingerprint(key: Path) -> str:
@@ -202,8 +203,7 @@ def agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An SSH agent of our own; the path of its socket."""
     path = Path(os.path.relpath(tmp_path / "agent"))  # sockets' names must be short
     process = subprocess.Popen(["ssh-agent", "-D", "-a", str(path)], stdout=subprocess.DEVNULL)
-    while not path.exists():
-        time.sleep(0.02)
+    until(path.exists)
     monkeypatch.setenv("SSH_AUTH_SOCK", str(path))
     yield path
     process.terminate()
@@ -345,22 +345,20 @@ def test_a_login_that_prints_is_no_trouble(connect: Open, server: Server, tmp_pa
 
 @pytest.mark.slow
 def test_nobody_listens(host: Host, server: Server) -> None:
-    from tests.remote.sshd import free_port
-
-    with pytest.raises(ConnectionFailed, match="connect: Connection refused"):
-        attempt(replace(host, port=free_port()), server.options)
+    with socket.socket() as deaf:
+        deaf.bind(("127.0.0.1", 0))  # nobody else may listen there meanwhile
+        with pytest.raises(ConnectionFailed, match="connect: Connection refused"):
+            attempt(replace(host, port=deaf.getsockname()[1]), server.options)
     with pytest.raises(ConnectionFailed, match="neither known to ssh_config nor to DNS"):
         attempt(replace(host, address="no-such-host.invalid"), server.options)
 
 
-SHORT = Limits(connect=1, banner=1.5, auth=1, silence=2)
-
-
-def timed(host: Host, options: Options, match: str) -> float:
+def gives_up(at: Host, options: Options, limit: str, match: str) -> None:
+    """By this limit of one second; the others, which a busy machine may need, are as they are."""
     began = time.monotonic()
     with pytest.raises(ConnectionFailed, match=match):
-        attempt(host, options)
-    return time.monotonic() - began
+        attempt(replace(at, limits=replace(Limits(), **{limit: 1.0})), options)
+    assert 0.9 < time.monotonic() - began < getattr(Limits(), limit) * 0.75
 
 
 @pytest.mark.slow
@@ -377,18 +375,16 @@ def test_the_connect_limit(host: Host, server: Server) -> None:
             filler.connect_ex(("127.0.0.1", port))
             fillers.append(filler)
         time.sleep(0.2)
-        seconds = timed(replace(host, port=port, limits=SHORT), server.options, "connect: no answer within 1 s")
+        gives_up(replace(host, port=port), server.options, "connect", "connect: no answer within 1 s")
         for filler in fillers:
             filler.close()
-    assert seconds < 3
 
 
 @pytest.mark.slow
 def test_the_banner_limit(host: Host, server: Server) -> None:
     with socket.create_server(("127.0.0.1", 0)) as mute:
         port = mute.getsockname()[1]
-        seconds = timed(replace(host, port=port, limits=SHORT), server.options, r"banner: .*says nothing within 1\.5 s")
-    assert seconds < 4
+        gives_up(replace(host, port=port), server.options, "banner", "banner: .*says nothing within 1 s")
 
 
 @pytest.mark.slow
@@ -401,15 +397,15 @@ def test_something_else_listens(host: Host, server: Server) -> None:
             peer.close()
 
         threading.Thread(target=answer, daemon=True).start()
-        timed(replace(host, port=other.getsockname()[1], limits=SHORT), server.options, "no SSH server answers there")
+        with pytest.raises(ConnectionFailed, match="no SSH server answers there"):
+            attempt(replace(host, port=other.getsockname()[1]), server.options)
 
 
 @pytest.mark.slow
 def test_the_key_exchange_limit(host: Host, server: Server) -> None:
     relay = Relay(server.sshd.port, freeze_after=60)  # the banner passes, and nothing after it
     try:
-        at = replace(host, port=relay.port, limits=SHORT)
-        assert timed(at, server.options, "key exchange: not finished within 1 s") < 4
+        gives_up(replace(host, port=relay.port), server.options, "connect", "key exchange: not finished within 1 s")
     finally:
         relay.close()
 
@@ -419,10 +415,28 @@ def test_the_auth_limit(host: Host, server: Server, monkeypatch: pytest.MonkeyPa
     relay = Relay(server.sshd.port)
     monkeypatch.setattr(known_hosts, "check_pin", lambda *_: relay.freeze())  # between key exchange and authentication
     try:
-        at = replace(host, port=relay.port, limits=SHORT, host_key=public(server.sshd.keys[0]))
-        assert timed(at, server.options, "auth: no answer within 1 s") < 4
+        at = replace(host, port=relay.port, host_key=public(server.sshd.keys[0]))
+        gives_up(at, server.options, "auth", "auth: no answer within 1 s")
     finally:
         relay.close()
+
+
+@pytest.mark.slow
+def test_a_server_takes_another_port_if_its_own_is_taken(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between finding a free one and listening there, whatever else runs may have got it."""
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        ports, real = [other.getsockname()[1]], sshd_module.free_port
+        monkeypatch.setattr(sshd_module, "free_port", lambda: ports.pop() if ports else real())
+        sshd = Sshd(tmp_path / "s", server.authorized)
+        try:
+            assert sshd.port != other.getsockname()[1]
+            assert ports == []
+        finally:
+            sshd.stop()
+    with pytest.raises(RuntimeError, match=r"sshd does not start: .*\n?.*nonsense"):
+        Sshd(tmp_path / "t", server.authorized, options=["nonsense"])
 
 
 def test_a_machine_without_sshd_is_not_green_by_accident(monkeypatch: pytest.MonkeyPatch) -> None:

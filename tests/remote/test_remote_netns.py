@@ -20,7 +20,8 @@ from harness.remote.ssh_auth import ConnectionFailed
 from harness.remote.sync import working_tree
 from tests.processes import running
 from tests.remote.boxes import Box, NoNamespaces, boxes
-from tests.remote.support import Open, Server, until
+from tests.remote.support import Open, Server
+from tests.waiting import PATIENCE, until
 
 
 @pytest.fixture
@@ -52,13 +53,13 @@ def test_a_dropped_link(box: Box, server: Server, connect: Open, tmp_path: Path,
     session = connect(at)
     session.sync(working_tree(repo))
     thread, errors = in_background(lambda: session.run(["sleep", marker], limit=60))
-    until(lambda: running(marker), 10)
+    until(lambda: running(marker))
     box.cut()
     began = time.monotonic()
-    thread.join(20)
+    thread.join(PATIENCE)
     assert [type(e) for e in errors] == [LinkLost]
-    assert time.monotonic() - began < 3 + 5
-    until(lambda: not running(marker), 15)  # the far side, too, has noticed, on its own
+    assert time.monotonic() - began < Limits().silence * 0.75
+    until(lambda: not running(marker))  # the far side, too, has noticed, on its own
 
 
 @pytest.mark.slow
@@ -75,8 +76,8 @@ def test_a_link_that_is_cut_while_we_send(box: Box, server: Server, connect: Ope
             cut.append(time.monotonic())
 
     thread, errors = in_background(lambda: session.sync(working_tree(repo), progress=progress))
-    until(lambda: cut, 20)
-    thread.join(3 + 7)
+    until(lambda: cut)
+    thread.join(PATIENCE)
     assert [type(e) for e in errors] == [LinkLost]
     assert "nothing was heard" in str(errors[0])
     assert list(Path(at.workdir, "runs").glob("*/tree")) == []
@@ -89,4 +90,4 @@ def test_a_dead_address_has_the_connect_limit(box: Box, server: Server, tmp_path
     began = time.monotonic()
     with pytest.raises(ConnectionFailed, match=r"connect: (no answer within 1\.5 s|No route to host)"):
         connect(at, server.options)
-    assert time.monotonic() - began < 4
+    assert time.monotonic() - began < Limits().connect * 0.75

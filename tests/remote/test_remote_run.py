@@ -16,6 +16,7 @@ import pytest
 
 from harness.remote import link
 from harness.remote import session as remote_session
+from harness.remote.farside.agent import HELLO
 from harness.remote.farside.wire import ERR, OUT
 from harness.remote.hosts import Host, Limits
 from harness.remote.link import FarError, LinkLost
@@ -24,7 +25,8 @@ from harness.remote.sync import working_tree
 from tests import processes
 from tests.processes import running
 from tests.remote.sshd import Relay, public
-from tests.remote.support import QUICK, Open, Printed, Server, until
+from tests.remote.support import Open, Printed, Server
+from tests.waiting import PATIENCE, until
 
 
 @pytest.fixture
@@ -143,7 +145,7 @@ def test_the_time_limit_ends_everything(session: Session, marker: str) -> None:
     assert "time limit" in outcome.trouble
     assert outcome.left == 0
     assert running(marker) == []
-    assert time.monotonic() - began < 1.5 + 0.7 + 5
+    assert time.monotonic() - began < 60  # the family would stay for days
 
 
 @pytest.mark.slow
@@ -179,7 +181,7 @@ def in_background(session: Session, marker: str) -> tuple[threading.Thread, list
 
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
-    until(lambda: len(running(marker)) >= 4, 10)
+    until(lambda: len(running(marker)) >= 4)
     return thread, errors
 
 
@@ -187,9 +189,9 @@ def in_background(session: Session, marker: str) -> tuple[threading.Thread, list
 def test_the_server_dies_in_the_middle(session: Session, server: Server, marker: str) -> None:
     thread, errors = in_background(session, marker)
     server.sshd.kill_sessions()
-    thread.join(10)
+    thread.join(PATIENCE)
     assert [type(e) for e in errors] == [LinkLost]
-    assert until(lambda: not running(marker), 15) < 15
+    until(lambda: not running(marker))
 
 
 @pytest.mark.slow
@@ -201,9 +203,9 @@ def test_half_of_the_watchdog_is_killed(session: Session, marker: str, victim: s
     above = processes.ancestors(running(marker)[0])
     agent, keeper = (pid for pid in above if pid in pair)
     assert processes.tell(agent if victim == "agent" else keeper)
-    thread.join(15)
+    thread.join(PATIENCE)
     assert [type(e) for e in errors] == [LinkLost]
-    until(lambda: not running(marker), 15)
+    until(lambda: not running(marker))
 
 
 CLIENT = """
@@ -232,10 +234,10 @@ def client(server: Server, host: Host, repo: Path, argv: list[str]) -> subproces
 @pytest.mark.slow
 def test_the_client_is_killed(server: Server, host: Host, repo: Path, marker: str) -> None:
     process = client(server, host, repo, family(marker))
-    until(lambda: len(running(marker)) >= 5, 15)  # the client's own command line has the number too
+    until(lambda: len(running(marker)) >= 5)  # the client's own command line has the number too
     process.kill()
     process.wait()
-    seconds = until(lambda: not running(marker), 15)
+    seconds = until(lambda: not running(marker))
     print(f"no remote process is alive {seconds:.1f} s after the client's SIGKILL")
 
 
@@ -243,10 +245,11 @@ def test_the_client_is_killed(server: Server, host: Host, repo: Path, marker: st
 def test_the_client_hangs(server: Server, host: Host, repo: Path, marker: str) -> None:
     """Stopped, not dead: its kernel keeps the connection open, only the heartbeat is missing."""
     process = client(server, host, repo, family(marker))
-    until(lambda: len(running(marker)) >= 5, 15)
+    until(lambda: len(running(marker)) >= 5)
     process.send_signal(signal.SIGSTOP)
     try:
-        until(lambda: set(running(marker)) == {process.pid}, 3 + 3 + 8)
+        seconds = until(lambda: set(running(marker)) == {process.pid})
+        assert 1.5 < seconds < HELLO / 2  # which the far side grants who has not said what
     finally:
         process.kill()
         process.wait()
@@ -262,11 +265,11 @@ def silent_link(server: Server, connect: Open, tmp_path: Path, repo: Path, limit
         thread, errors = in_background(session, marker)
         relay.freeze()
         began = time.monotonic()
-        thread.join(40)
+        thread.join(PATIENCE)
         seconds = time.monotonic() - began
         assert [type(e) for e in errors] == [LinkLost]
         assert "nothing was heard" in str(errors[0])
-        until(lambda: not running(marker), 15)
+        until(lambda: not running(marker))
         return seconds
     finally:
         relay.close()
@@ -275,7 +278,7 @@ def silent_link(server: Server, connect: Open, tmp_path: Path, repo: Path, limit
 @pytest.mark.slow
 def test_a_silent_link_is_noticed(server: Server, connect: Open, tmp_path: Path, repo: Path, marker: str) -> None:
     seconds = silent_link(server, connect, tmp_path, repo, Limits(silence=2), marker)
-    assert 1.5 < seconds < 5
+    assert 1.5 < seconds < Limits().silence * 0.75
 
 
 @pytest.mark.slow
@@ -302,7 +305,7 @@ def test_a_link_that_falls_silent_while_we_send(server: Server, connect: Open, t
 
     with pytest.raises(LinkLost, match="nothing was heard"):
         session.sync(working_tree(repo), progress=freeze)
-    assert time.monotonic() - frozen[0] < 6
+    assert time.monotonic() - frozen[0] < Limits().silence * 0.75
     relay.close()
 
 
@@ -327,13 +330,13 @@ def test_two_clients_queue_and_are_told_who_holds_the_box(connect: Open, repo: P
     threads = [threading.Thread(target=wait, args=pair) for pair in ((second, "second"), (third, "third"))]
     for thread in threads:
         thread.start()
-    until(lambda: len(told) == 2, 10)
+    until(lambda: len(told) == 2)
     assert got == []
     assert all(first.run_id in text and "@" in text and "holds the box" in text for text in told)
     first.close()  # no unlock: whoever goes away for whatever reason lets go
-    until(lambda: len(got) == 1, 10)
+    until(lambda: len(got) == 1)
     (second if got == ["second"] else third).unlock()
-    until(lambda: len(got) == 2, 10)
+    until(lambda: len(got) == 2)
 
 
 @pytest.mark.slow
@@ -359,16 +362,16 @@ def test_clock_skew(connect: Open, server: Server, tmp_path: Path, repo: Path) -
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "env")], check=True)
     (site,) = (tmp_path / "env" / "lib").glob("python*/site-packages")
     (site / "sitecustomize.py").write_text("import time\nreal = time.time\ntime.time = lambda: real() + 31536000\n")
-    host = server.host(tmp_path, python=str(tmp_path / "env" / "bin" / "python"), limits=QUICK)
+    host = server.host(tmp_path, python=str(tmp_path / "env" / "bin" / "python"))
     session = connect(host)
-    assert abs(session.link.skew - 31536000) < 5
+    assert abs(session.link.skew - 31536000) < 60
     session.sync(working_tree(repo))
     told: list[str] = []
     assert session.lock("x", told.append)
     other = connect(server.host(tmp_path, limits=Limits(queue=0.5, silence=8)))
     assert not other.lock("y", told.append)
     assert "for 0 min" in told[0]  # not half a million: and never less than nothing
-    assert session.run(["sleep", "9"], limit=1).reason == "limit"
+    assert session.run(["sleep", "999"], limit=1).reason == "limit"
     assert session.prune()["runs"] == 0
 
 
@@ -423,11 +426,11 @@ def test_files_come_back_after_a_failure_too(session: Session, tmp_path: Path) -
 
 @pytest.mark.slow
 def test_a_fetch_that_breaks_leaves_nothing(session: Session, server: Server, tmp_path: Path) -> None:
-    session.run(["sh", "-c", "mkdir out; head -c 200000000 /dev/zero > out/x"], limit=20)
+    session.run(["sh", "-c", "mkdir out; truncate -s 9G out/x"], limit=20)
     into = tmp_path / "back"
 
     def kill() -> None:
-        until(lambda: any(tmp_path.glob(".back*/x")), 10)
+        until(lambda: any(tmp_path.glob(".back*/x")))
         server.sshd.kill_sessions()
 
     threading.Thread(target=kill, daemon=True).start()

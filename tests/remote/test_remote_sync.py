@@ -19,6 +19,7 @@ from harness.remote.link import FarError, LinkLost
 from harness.remote.sync import SyncError, working_tree
 from tests.remote.sshd import Relay, user
 from tests.remote.support import Open, Server, git, write
+from tests.waiting import PATIENCE, until
 
 
 def listing(root: Path | str) -> dict[bytes, tuple[str, int, bytes]]:
@@ -250,9 +251,7 @@ def test_old_runs_are_pruned_and_living_ones_are_not(connect: Open, repo: Path, 
     write(repo, {"a.txt": "last\n"})
     last = connect(host, run="run-9")
     last.sync(working_tree(repo))
-    deadline = time.monotonic() + 5
-    while last.prune()["runs"] < 3 and time.monotonic() < deadline:
-        time.sleep(0.1)  # a closed session's far side lives on for a moment
+    until(lambda: last.prune()["runs"] >= 3)  # a closed session's far side lives on for a moment
     names = {path.name for path in Path(host.workdir, "runs").iterdir()}
     assert {"a-held-loop", "run-9-loop"} <= names
     assert len(names) == 4
@@ -374,7 +373,7 @@ def test_two_clients_at_once(connect: Open, repo: Path, host: Host) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(PATIENCE)
     assert errors == []
     for session in sessions:
         assert arrived(session.directory) == wanted(repo)
@@ -412,7 +411,6 @@ def test_disk_full(connect: Open, repo: Path, server: Server, tmp_path: Path, ho
         session.close()
     finally:
         if how == "tmpfs":
-            time.sleep(0.3)
             subprocess.run(["umount", "-l", str(workdir)], check=True)
 
 

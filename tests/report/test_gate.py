@@ -24,6 +24,7 @@ from harness.gate import rules
 from harness.ledger_format import ledger_bytes, seal
 from harness.matrix import expected
 from harness.sources import ROOT, describe
+from tests.waiting import PATIENCE
 
 ID = "int4-ddtree-tiny-noisy-cpu"
 Result = tuple[int, list[tuple[str, str]]]
@@ -434,6 +435,6 @@ def test_the_answer_stands_when_nobody_reads_the_reasons(tmp_path: Path) -> None
     read_end, write_end = os.pipe()
     os.close(read_end)
     command = [sys.executable, "-m", "harness", "gate", str(tmp_path / "none.json")]
-    done = subprocess.run(command, cwd=ROOT, stdout=write_end, stderr=subprocess.DEVNULL, check=False, timeout=60)
+    done = subprocess.run(command, cwd=ROOT, stdout=write_end, stderr=subprocess.DEVNULL, check=False, timeout=PATIENCE)
     os.close(write_end)
     assert done.returncode == INFRASTRUCTURE
