@@ -202,54 +202,48 @@ def _build_in_child(queue: multiprocessing.Queue[str]) -> None:
 
 
 @pytest.mark.slow
-def test_many_processes_build_once(tree: Path) -> None:
+def test_many_processes_build_once(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every compiler call leaves a line; there is one call for the one source however many ask."""
     log = tree.parent / "calls"
     wrapper = tree.parent / "cxx"
     wrapper.write_text(f'#!/bin/sh\ncase "$*" in *" -c "*) echo x >> {log}; sleep 1;; esac\nexec c++ "$@"\n')
     wrapper.chmod(0o755)
-    os.environ["CXX"] = str(wrapper)
-    try:
-        context = multiprocessing.get_context("fork")
-        queue: multiprocessing.Queue[str] = context.Queue()
-        children = [context.Process(target=_build_in_child, args=(queue,)) for _ in range(4)]
-        for child in children:
-            child.start()
-        paths = {queue.get(timeout=PATIENCE) for _ in children}
-        for child in children:
-            child.join(PATIENCE)
-            assert child.exitcode == 0
-    finally:
-        del os.environ["CXX"]
+    monkeypatch.setenv("CXX", str(wrapper))
+    context = multiprocessing.get_context("fork")
+    queue: multiprocessing.Queue[str] = context.Queue()
+    children = [context.Process(target=_build_in_child, args=(queue,)) for _ in range(4)]
+    for child in children:
+        child.start()
+    paths = {queue.get(timeout=PATIENCE) for _ in children}
+    for child in children:
+        child.join(PATIENCE)
+        assert child.exitcode == 0
     assert len(paths) == 1
     assert log.read_text() == "x\n"
 
 
 @pytest.mark.slow
-def test_a_killed_build_is_no_obstacle(tree: Path) -> None:
+def test_a_killed_build_is_no_obstacle(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """SIGKILL in the middle: its lock ends with it, and its half build is neither used nor in the way."""
     wrapper = tree.parent / "cxx"
     stop = tree.parent / "stop"
     hang = f"[ -e {stop} ] || {{ touch {stop}; exec sleep 600; }}"
     wrapper.write_text(f'#!/bin/sh\ncase "$*" in *" -c "*) {hang};; esac\nexec c++ "$@"\n')
     wrapper.chmod(0o755)
-    os.environ["CXX"] = str(wrapper)
-    try:
-        context = multiprocessing.get_context("fork")
-        queue: multiprocessing.Queue[str] = context.Queue()
-        child = context.Process(target=_build_in_child, args=(queue,))
-        child.start()
-        cache = Path(os.environ["KDTREE_BUILD"])
-        until(stop.exists)
-        assert child.pid is not None
-        assert processes.tell(child.pid)
-        child.join()
-        start = time.monotonic()
-        library = build()
-        assert time.monotonic() - start < PATIENCE
-        processes.tell(child.pid, group=True)  # the compiler of the killed build, which ran on all the while
-    finally:
-        del os.environ["CXX"]
+    monkeypatch.setenv("CXX", str(wrapper))
+    context = multiprocessing.get_context("fork")
+    queue: multiprocessing.Queue[str] = context.Queue()
+    child = context.Process(target=_build_in_child, args=(queue,))
+    child.start()
+    cache = Path(os.environ["KDTREE_BUILD"])
+    until(stop.exists)
+    assert child.pid is not None
+    assert processes.tell(child.pid)
+    child.join()
+    start = time.monotonic()
+    library = build()
+    assert time.monotonic() - start < PATIENCE
+    processes.tell(child.pid, group=True)  # the compiler of the killed build, which ran on all the while
     assert value(library) == 41
     assert not list(cache.glob(".*.part"))
 

@@ -10,7 +10,9 @@ from harness.sources import ROOT
 from tests import waiting
 
 # Seconds in figures, for the end of a thread, a process or a queue.
-OWN = re.compile(r"\.(join|wait|communicate|get)\((timeout=)?[0-9.]+\)|\brun\(.*timeout=[0-9.]+[,)]|monotonic\(\) \+ [0-9]")
+OWN = re.compile(
+    r"\.(join|wait|communicate|get)\((timeout=)?[0-9.]+\)|\brun\(.*timeout=[0-9.]+[,)]|monotonic\(\) \+ [0-9]"
+)
 
 
 def test_what_comes_is_waited_for_and_what_does_not_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
