@@ -37,7 +37,7 @@ WORKER = "engine.ranks.worker"
 PORTS = 8  # one after the other from the first: one that is taken is left out, there as here
 START_SECONDS = 120.0  # for all ranks to say hello: they import torch, from a cold disk perhaps
 GRACE = 1.5  # seconds between the first sign of trouble and the verdict: others may know more
-TELLING = 5.0  # more, for torchrun to say how a rank died: it notices late on a busy machine
+TELLING = 8.0  # more, for torchrun to say how a rank died: it notices late on a busy machine
 END_SECONDS = 10.0  # for ranks that were told to end
 
 
@@ -151,7 +151,7 @@ class Job:
         """Until the job has ended: why it failed, empty if it did not. For hosts that only take part."""
         if self._torchrun.wait():
             with self._changed:
-                self._changed.wait_for(lambda: bool(self.failure), GRACE + END_SECONDS)
+                self._changed.wait_for(lambda: bool(self.failure), GRACE + TELLING + END_SECONDS)
         return self.failure
 
     def close(self) -> None:
@@ -269,7 +269,7 @@ class Job:
 
     def _verdict(self) -> str:
         with self._changed:
-            self._changed.wait_for(lambda: bool(self.failure), SILENT + GRACE + END_SECONDS)
+            self._changed.wait_for(lambda: bool(self.failure), SILENT + GRACE + TELLING + END_SECONDS)
         return self.failure or "rank 0 closed its line"
 
 

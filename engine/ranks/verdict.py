@@ -45,13 +45,18 @@ class Rank:
 def blame(ranks: Iterable[Rank], folder: Path, status: int | None) -> tuple[str, list[int]]:
     """The first line of the verdict, and the ranks by guilt; ``status`` is torchrun's, if it has ended.
 
-    Of several that died without a word the first one is to blame: torchrun ends the others when it sees one end.
+    Of several that died without a word the one is to blame whose end torchrun tells of: when it sees one end, it ends
+    the others. Before it has told, the one that left first, as seen here: on a busy machine that may be another.
     """
+
+    def ending(rank: Rank) -> str:
+        return _ending(folder, rank.pid)
+
     known = sorted(ranks, key=lambda rank: rank.number)
     kinds: list[tuple[str, list[Rank]]] = [
         ("diverged", [r for r in known if r.words and r.words[0] == "diverged"]),
         ("hung", [r for r in known if r.silent]),
-        ("died", sorted((r for r in known if r.gone and not r.words), key=lambda r: r.left or 0.0)),
+        ("died", sorted((r for r in known if r.gone and not r.words), key=lambda r: (not ending(r), r.left or 0.0))),
         ("failed", [r for r in known if r.words and r.words[0] == "error"]),
         ("waited", [r for r in known if r.words and r.words[0] == "waited"]),
     ]
@@ -63,7 +68,7 @@ def blame(ranks: Iterable[Rank], folder: Path, status: int | None) -> tuple[str,
         said = rank.words[1] if rank.words else ""
         text = {
             "hung": f"was not heard of for {SILENT:.0f} s (pid {rank.pid}): stopped, or stuck",
-            "died": f"died{_ending(folder, rank.pid)} (pid {rank.pid})",
+            "died": f"died{ending(rank)} (pid {rank.pid})",
             "waited": f"lost the others: {said}",
         }.get(kind, f"{kind}: {said}")
         return f"rank {rank.number} {text}", order

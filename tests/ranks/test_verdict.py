@@ -29,6 +29,13 @@ def test_the_first_to_die_is_to_blame_and_not_who_was_ended_for_it(folder: Path)
     assert blame(ranks, folder, 1)[0] == "rank 1 died of SIGKILL (pid 4711)"
 
 
+def test_torchrun_knows_better_than_the_order_in_which_ends_were_noticed(folder: Path) -> None:
+    """It ends the others a fifth of a second later, and a busy machine may show both ends at once."""
+    (folder / OUTPUT).write_text(REPORT, "utf-8")
+    ranks = [Rank(0, 4710, left=10.4), Rank(1, 4711, left=10.5)]
+    assert blame(ranks, folder, 1) == ("rank 1 died of SIGKILL (pid 4711)", [1, 0])
+
+
 def test_who_lost_the_others_comes_after_who_died(folder: Path) -> None:
     ranks = [Rank(0, 1, left=1.0, words=("waited", "an exchange failed")), Rank(1, 2, left=5.0)]
     assert blame(ranks, folder, None)[1] == [1, 0]

@@ -22,6 +22,7 @@ from harness.reports.against import compare
 from harness.reports.history import load
 from harness.reports.html import history_page, page
 from harness.reports.view import view
+from tests.waiting import PATIENCE
 
 pytestmark = pytest.mark.slow
 
@@ -65,7 +66,9 @@ def browser() -> Iterator[Any]:
     path = next(found for found in map(shutil.which, BROWSERS) if found)
     with sync_playwright() as driver:
         # the sandbox needs user namespaces, which containers and root do not have; the pages are our own
-        launched = driver.chromium.launch(executable_path=path, args=ARGUMENTS, chromium_sandbox=False)
+        launched = driver.chromium.launch(
+            executable_path=path, args=ARGUMENTS, chromium_sandbox=False, timeout=1000 * PATIENCE
+        )
         yield launched
         launched.close()
 
@@ -92,6 +95,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def opened(browser: Any, path: Path, scheme: str = "light", size: str = "desk") -> Opened:
     width, height = SIZES[size]
     context = browser.new_context(color_scheme=scheme, viewport={"width": width, "height": height})
+    context.set_default_timeout(1000 * PATIENCE)
     result = Opened(context.new_page())
     result.page.on("request", lambda request: result.requests.append(request.url))
     result.page.on("console", lambda message: result.complaints.append(message.text))
