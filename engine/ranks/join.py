@@ -1,7 +1,8 @@
 """``python -m engine.ranks.join``: take part in the jobs that another host starts, until this process is ended.
 
-A host that holds no rendezvous does nothing else: its ranks get every command through rank 0. After a job has ended,
-or when none came, the next port is tried, as the host with the rendezvous leaves out those that are taken.
+A host that holds no rendezvous does nothing else: its ranks get every command through rank 0. The host with the
+rendezvous takes the first port that is free there, and when it does so is its own affair: it may compile for minutes
+before. So this one knocks at all ports agreed on until one answers, and starts its ranks then.
 """
 
 from __future__ import annotations
@@ -9,7 +10,9 @@ from __future__ import annotations
 import argparse
 import os
 import signal
+import socket
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -17,7 +20,24 @@ from engine.ranks.job import PORTS, Job, Nodes
 from harness.cells import INFRASTRUCTURE
 from harness.protocol import RankError
 
-START_SECONDS = 60.0  # for a job to come at one port
+START_SECONDS = 90.0  # for the job, once a port answers: less than its host waits, if another's answered first
+KNOCKING = 480.0  # seconds at most for a rendezvous to appear, where a number of jobs is asked for
+
+
+def answering(nodes: Nodes, first: int, seconds: float = float("inf")) -> Nodes | None:
+    """The place at the port that answers, of those agreed on from the ``first`` around; None after ``seconds``."""
+    end = time.monotonic() + seconds
+    while True:
+        for number in range(first, first + PORTS):
+            at = replace(nodes, port=nodes.port + number % PORTS)
+            try:
+                socket.create_connection((at.address, at.port), timeout=2).close()
+                return at
+            except OSError:
+                continue
+        if time.monotonic() > end:
+            return None
+        time.sleep(0.2)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -34,20 +54,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"--nodes: {error}")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # so that the job under way is closed
     threads = {"OMP_NUM_THREADS": "1", "KDTREE_THREADS": os.environ.get("KDTREE_THREADS", "1")}
-    ended = attempt = 0
+    ended = failed = first = 0
     while not options.jobs or ended < options.jobs:
-        at = replace(nodes, port=nodes.port + attempt % PORTS)
+        at = answering(nodes, first, KNOCKING if options.jobs else float("inf"))
+        if at is None or (options.jobs and failed >= PORTS):
+            print(f"ranks of node {nodes.node}: no rendezvous at {nodes.address}:{nodes.port}", flush=True)
+            return INFRASTRUCTURE
         try:
             with Job(options.device, options.ranks, at, threads, START_SECONDS) as job:
                 print(f"ranks of node {at.node}: taking part at {at.address}:{at.port}", flush=True)
                 failure = job.wait()
             ended += 1
             print(f"ranks of node {at.node}: {failure or 'the job has ended'}", flush=True)
-        except RankError as error:
-            attempt += 1
-            print(f"ranks of node {at.node}: {str(error).splitlines()[0]}; trying the next port", flush=True)
-            if options.jobs and attempt >= PORTS:
-                return INFRASTRUCTURE
+        except RankError as error:  # another's service perhaps: the port after it is next
+            failed, first = failed + 1, at.port - nodes.port + 1
+            print(f"ranks of node {at.node}: {at.port}: {str(error).splitlines()[0]}; knocking on", flush=True)
     return 0
 
 

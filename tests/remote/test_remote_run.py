@@ -426,7 +426,7 @@ def test_files_come_back_after_a_failure_too(session: Session, tmp_path: Path) -
 
 @pytest.mark.slow
 def test_a_fetch_that_breaks_leaves_nothing(session: Session, server: Server, tmp_path: Path) -> None:
-    session.run(["sh", "-c", "mkdir out; truncate -s 9G out/x"], limit=20)
+    session.run(["sh", "-c", "mkdir out; truncate -s 1G out/x"], limit=20)
     into = tmp_path / "back"
 
     def kill() -> None:
