@@ -19,7 +19,6 @@ import ast
 import contextlib
 import gc
 import os
-import signal
 import sys
 import threading
 import time
@@ -31,6 +30,8 @@ from typing import Any
 
 import pytest
 from _pytest.runner import runtestprotocol
+
+from tests import processes
 
 ROOT = Path(__file__).resolve().parent.parent
 SECONDS = 60.0  # of one change; one that takes longer counts as noticed
@@ -308,7 +309,7 @@ class Loop:
             if done:
                 return {0: False, 2: None}.get(os.waitstatus_to_exitcode(status), True)
             time.sleep(0.005)
-        os.killpg(pid, signal.SIGKILL)
+        processes.tell(pid, group=True)
         os.waitpid(pid, 0)
         return True
 

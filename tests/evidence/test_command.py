@@ -25,6 +25,7 @@ from harness.gpu import Gpu, Survey
 from harness.sources import ROOT
 from tests import processes
 from tests.harness.records import SOURCES
+from tests.waiting import PATIENCE
 
 H200 = Survey((Gpu(0, "GPU-0", "NVIDIA H200", (9, 0), 1 << 37, 1 << 37),), "", "13.0")
 SUMMARY = "cuda-h200-run.json"
@@ -384,7 +385,7 @@ def test_a_rehearsal_collects_the_tests_and_runs_a_cell(tmp_path: Path) -> None:
     only = ("step", "matrix", "pairs", "bench")
     done = subprocess.run(
         [sys.executable, "-m", "harness", "evidence", str(out), "--rehearse", "--only", *only],
-        cwd=ROOT, capture_output=True, text=True, timeout=300, check=False,
+        cwd=ROOT, capture_output=True, text=True, timeout=4 * PATIENCE, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads((out / "cuda-rehearsal-run.json").read_text())["stages"]

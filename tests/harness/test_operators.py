@@ -11,6 +11,7 @@ import pytest
 
 from harness.sources import ROOT
 from tests.operators import changes
+from tests.waiting import PATIENCE
 
 SOURCE = """\
 LIMIT = 3
@@ -86,7 +87,7 @@ def test_what_no_test_notices_is_told(tmp_path: Path) -> None:
     module.write_text(SOURCE)
     tests.write_text(TESTS)
     command = [sys.executable, "-m", "tests.operators", str(module), str(tests)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=4 * PATIENCE)
     assert done.returncode == 1, done.stdout + done.stderr
     assert [line for line in done.stderr.splitlines() if line.startswith("numbers_of_a_test")] == [
         "numbers_of_a_test.py:7: passes: Lt -> LtE: value < 0",
