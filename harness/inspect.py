@@ -21,6 +21,7 @@ from refs.kdtr import Kdtr, KdtrError, read
 
 META = "meta.json"
 SHOWN = 8  # elements of a tensor that are printed
+WIDE = 80  # characters of an entry of meta.json that are printed
 
 
 def _meta(file: Kdtr) -> dict[str, Any]:
@@ -62,7 +63,8 @@ def _print(file: Kdtr, verified: bool) -> None:
             f"  {entry.name:<{width}}  {entry.dtype:<4} {list(entry.shape)!s:<20} {entry.size:>12}  crc {entry.crc:08x}"
         )
     for name, value in _meta(file).items():
-        print(f"  meta {name}: {json.dumps(value)}")
+        text = json.dumps(value)
+        print(f"  meta {name}: {text}" if len(text) <= WIDE else f"  meta {name}: {text[:WIDE]}... (--json has all)")
 
 
 def main(argv: Sequence[str]) -> int:

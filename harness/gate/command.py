@@ -16,15 +16,17 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from harness import plain_json
-from harness.cells import DEVICES, INFRASTRUCTURE, PASSED, Ledger, Verdict
+from harness.cells import DEVICES, FAILED, INCOMPLETE, INFRASTRUCTURE, PASSED, Ledger, Verdict
 from harness.cli import EXIT_STATUSES, Parser
-from harness.gate.rules import ENGINE, Demand, Finding, judge, status
+from harness.describe import filled
+from harness.gate.rules import AGAIN, ENGINE, Demand, Finding, judge, status
 from harness.gate.waivers import Waiver, WaiverError, load
 from harness.ledger import LedgerError, read
 from harness.matrix import GPU_RANKS, MatrixError, config_precisions, configs, is_large, parse, rankable
 from harness.sources import ROOT, describe
 
 WAIVERS = "waivers.yaml"
+SEVERITY = (INFRASTRUCTURE, FAILED, INCOMPLETE)
 LISTED = 20  # findings of one kind; where everything is missing, the first few say so
 
 
@@ -46,10 +48,13 @@ def _say(
     if json == plain_json.PRINTED:
         return
     width = max((len(finding.kind) for finding in findings), default=0)
-    for kind in dict.fromkeys(finding.kind for finding in findings):
+    indent = " " * (width + 4)
+    worst_first = sorted(findings, key=lambda finding: SEVERITY.index(finding.status))
+    for kind in dict.fromkeys(finding.kind for finding in worst_first):
         alike = [finding for finding in findings if finding.kind == kind]
         for finding in alike[:LISTED]:
-            print(f"  {kind:<{width}}  {finding.message}")
+            what, _, again = finding.message.partition(AGAIN)
+            print(filled(f"  {kind:<{width}}  {what}", indent) + (f"\n{indent}again: {again}" if again else ""))
         if len(alike) > LISTED:
             print(f"  {kind:<{width}}  ... and {len(alike) - LISTED} more; --json lists them all")
     if demand and ledger and demand.sources.dirty:

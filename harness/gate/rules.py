@@ -17,6 +17,8 @@ from harness.reports.against import compare
 from harness.sources import Sources
 
 ENGINE = "csrc"
+AGAIN = "; again: "
+"""Between a finding and the line that runs its cell again."""
 Table = dict[str, tuple[str, ...]]
 """Drafters by config."""
 
@@ -103,9 +105,6 @@ _NAMES = {
 
 def _expected(ledger: Ledger, demand: Demand) -> Iterable[Finding]:
     """The axes of this checkout against what the run expected."""
-    if ledger.filter:
-        message = f"only the cells of the filter {ledger.filter!r} were run; run the matrix without -k"
-        yield Finding("filtered", INCOMPLETE, message)
     points = [parse(id) for id in ledger.expected]
     devices = sorted({p.device for p in points})
     for device in demand.devices:
@@ -113,8 +112,15 @@ def _expected(ledger: Ledger, demand: Demand) -> Iterable[Finding]:
             message = f"{device} is required, and no cell ran on it; it ran on {', '.join(devices)}"
             yield Finding("device", INFRASTRUCTURE, message)
     wanted = {id for device in devices for id in _wanted(device, points, demand)}
-    for id in sorted(wanted - set(ledger.expected)):
-        yield Finding("missing", INCOMPLETE, f"{id}: in the matrix, and the run did not expect it")
+    missing = sorted(wanted - set(ledger.expected))
+    if ledger.filter:  # which they are follows from it
+        message = (
+            f"the filter {ledger.filter!r} left out {len(missing)} of {len(wanted)} cells; run the matrix without -k"
+        )
+        yield Finding("filtered", INCOMPLETE, message)
+    else:
+        for id in missing:
+            yield Finding("missing", INCOMPLETE, f"{id}: in the matrix, and the run did not expect it")
     for id in sorted(set(ledger.expected) - wanted):
         yield Finding("unexpected", INFRASTRUCTURE, f"{id}: in the ledger, and not in the matrix of this checkout")
 
@@ -148,7 +154,7 @@ def _cells(ledger: Ledger, demand: Demand) -> Iterable[Finding]:
         if cell.verdict is Verdict.NOT_RUN:
             yield Finding("not-run", INCOMPLETE, f"{where}: {cell.detail or 'did not run'}")
         elif cell.verdict is not Verdict.PASS:
-            again = f"; again: {cell.rerun}" if cell.rerun else ""
+            again = f"{AGAIN}{cell.rerun}" if cell.rerun else ""
             yield Finding("failed", FAILED, f"{where}: {cell.verdict.value}: {cell.detail}{again}")
         bad = [name for name, value in _metrics(cell) if not math.isfinite(value)]
         if bad:

@@ -418,6 +418,7 @@ def test_demo_names_what_it_cannot_do(options: list[str], message: str, capsys: 
 def test_inspect_shows_a_file_and_one_tensor(micro: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert inspect([str(micro), "--verify"]) == 0
     text = capsys.readouterr().out
+    assert max(map(len, text.splitlines()[1:])) <= 120
     for part in (
         "every checksum is right",
         "hidden_size              32",

@@ -96,10 +96,8 @@ def test_a_filter_that_matched_nothing(green: Ledger, judge: Judge) -> None:
 def test_a_filtered_ledger(green: Ledger, judge: Judge) -> None:
     ids = tuple(id for id in green.expected if "tiny2" in id)
     part = replace(green, expected=ids, cells=tuple(c for c in green.cells if c.id in ids), filter="tiny2")
-    status, findings = judge(part)
-    assert status == INCOMPLETE
-    assert findings[0] == ("filtered", "only the cells of the filter 'tiny2' were run; run the matrix without -k")
-    assert [kind for kind, _ in findings[1:]] == ["missing"] * (len(green.expected) - len(ids))
+    left_out = f"the filter 'tiny2' left out {len(green.expected) - len(ids)} of {len(green.expected)} cells"
+    only(judge(part), INCOMPLETE, "filtered", left_out)
     only(judge(replace(green, filter="cpu")), INCOMPLETE, "filtered", "filter 'cpu'")
 
 
@@ -416,7 +414,20 @@ def test_plain_output_ends_with_the_answer(
     assert gate.main([str(tmp_path)], checkout) == FAILED
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith(f"  failed  {ID}: FAIL_LOGITS")
+    assert lines[-2].strip() == f"again: nox -s test -- -k {ID}"
     assert lines[-1].startswith("gate: CLOSED by 1 finding: 19 of 20 expected cells passed on cpu")
+
+
+def test_the_worst_stands_first_and_fits_the_page(
+    checkout: Path, green: Ledger, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wrong = replace(failed(green), filter="tiny", problems=("words " * 40,))
+    (tmp_path / "ledger.json").write_bytes(ledger_bytes(wrong))
+    assert gate.main([str(tmp_path)], checkout) == INFRASTRUCTURE
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines[:-1])) <= 120
+    kinds = [line.split()[0] for line in lines[:-1] if line.startswith("  ") and line[2] != " "]
+    assert kinds == ["problem", "failed", "filtered"]
 
 
 def test_a_long_list_of_one_kind_is_cut_and_counted(
