@@ -3,10 +3,18 @@
 // not slow each other down.
 #include "threads.h"
 
+#include <unistd.h>
+
+#include <atomic>
 #include <chrono>
+#include <condition_variable>
+#include <cstdint>
 #include <cstdlib>
+#include <exception>
+#include <mutex>
 #include <string>
-#include <system_error>
+#include <thread>
+#include <vector>
 
 #include "../error.h"
 #if defined(__linux__)
@@ -60,55 +68,109 @@ int default_threads() {
   return n < 1 ? 1 : at_most(n);
 }
 
+class Threads::Pool {
+ public:
+  explicit Pool(int count) : count_(count) {
+    try {
+      while (static_cast<int>(workers_.size()) < count_ - 1) workers_.emplace_back([this] { loop(); });
+    } catch (const std::exception&) {
+      // The system has no more threads to give; those that there are do the work.
+    }
+  }
+
+  ~Pool() {
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      stop_ = true;
+    }
+    wake_.notify_all();
+    for (std::thread& worker : workers_) worker.join();
+  }
+
+  bool of_this_process() const { return process_ == getpid(); }
+
+  void run(int n, double work, const std::function<void(int)>& task) {
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      task_ = &task;
+      n_ = n;
+      work_ = work;
+      next_.store(0, std::memory_order_relaxed);
+      ++round_;
+    }
+    wake_.notify_all();
+    drain(task, n);
+    std::unique_lock<std::mutex> lock(mutex_);
+    task_ = nullptr;  // a worker that has not woken by now finds nothing to do
+    const auto over = [&] { return active_ == 0; };
+    if (over()) return;
+    lock.unlock();
+    look_on(work, over);
+    lock.lock();
+    finished_.wait(lock, over);
+  }
+
+ private:
+  void drain(const std::function<void(int)>& task, int n) {
+    int begin = next_.load(std::memory_order_relaxed);
+    while (begin < n) {
+      const int share = (n - begin) / (kShares * count_), end = begin + (share > 1 ? share : 1);
+      if (!next_.compare_exchange_weak(begin, end, std::memory_order_relaxed)) continue;
+      for (int i = begin; i < end; ++i) task(i);
+      begin = next_.load(std::memory_order_relaxed);
+    }
+  }
+
+  void loop() {
+    uint64_t seen = 0;
+    double work = 0.0;
+    std::unique_lock<std::mutex> lock(mutex_);
+    for (;;) {
+      lock.unlock();
+      look_on(work, [&] { return round_ != seen; });
+      lock.lock();
+      wake_.wait(lock, [&] { return stop_ || (round_ != seen && task_ != nullptr); });
+      if (stop_) return;
+      seen = round_;
+      const std::function<void(int)>& task = *task_;
+      const int n = n_;
+      work = work_;
+      ++active_;
+      lock.unlock();
+      drain(task, n);
+      lock.lock();
+      if (--active_ == 0) finished_.notify_one();
+    }
+  }
+
+  const int count_;  // the caller included
+  const pid_t process_ = getpid();
+  std::mutex mutex_;
+  std::condition_variable wake_, finished_;
+  const std::function<void(int)>* task_ = nullptr;  // guarded by mutex_, as all that follows but next_
+  int n_ = 0;
+  double work_ = 0.0;
+  bool stop_ = false;
+  // Written under mutex_, too, but read without it by who waits a moment before sleeping.
+  std::atomic<int> active_{0};  // workers that have not yet left the current run
+  std::atomic<uint64_t> round_{0};
+  std::atomic<int> next_{0};
+  std::vector<std::thread> workers_;
+};
+
 Threads::Threads(int count) : count_(count < 1 ? 1 : count) {}
 
-Threads::~Threads() {
-  {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    stop_ = true;
-  }
-  wake_.notify_all();
-  for (std::thread& worker : workers_) worker.join();
+Threads::~Threads() { leave_parents(); }
+
+// In a process that was forked off: to end the parent's pool would be to wait for threads that are not here.
+void Threads::leave_parents() {
+  if (pool_ != nullptr && !pool_->of_this_process()) static_cast<void>(pool_.release());
 }
 
-void Threads::start() {
-  try {
-    while (static_cast<int>(workers_.size()) < count_ - 1) workers_.emplace_back([this] { loop(); });
-  } catch (const std::system_error&) {
-    // The system has no more threads to give; those that there are do the work.
-  }
-}
-
-void Threads::drain(const std::function<void(int)>& task, int n) {
-  int begin = next_.load(std::memory_order_relaxed);
-  while (begin < n) {
-    const int share = (n - begin) / (kShares * count_), end = begin + (share > 1 ? share : 1);
-    if (!next_.compare_exchange_weak(begin, end, std::memory_order_relaxed)) continue;
-    for (int i = begin; i < end; ++i) task(i);
-    begin = next_.load(std::memory_order_relaxed);
-  }
-}
-
-void Threads::loop() {
-  uint64_t seen = 0;
-  double work = 0.0;
-  std::unique_lock<std::mutex> lock(mutex_);
-  for (;;) {
-    lock.unlock();
-    look_on(work, [&] { return round_ != seen; });
-    lock.lock();
-    wake_.wait(lock, [&] { return stop_ || (round_ != seen && task_ != nullptr); });
-    if (stop_) return;
-    seen = round_;
-    const std::function<void(int)>& task = *task_;
-    const int n = n_;
-    work = work_;
-    ++active_;
-    lock.unlock();
-    drain(task, n);
-    lock.lock();
-    if (--active_ == 0) finished_.notify_one();
-  }
+Threads::Pool& Threads::pool() {
+  leave_parents();
+  if (pool_ == nullptr) pool_ = std::make_unique<Pool>(count_);
+  return *pool_;
 }
 
 void Threads::run(int n, double work, const std::function<void(int)>& task) {
@@ -117,25 +179,7 @@ void Threads::run(int n, double work, const std::function<void(int)>& task) {
     for (int i = 0; i < n; ++i) task(i);
     return;
   }
-  start();
-  {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    task_ = &task;
-    n_ = n;
-    work_ = work;
-    next_.store(0, std::memory_order_relaxed);
-    ++round_;
-  }
-  wake_.notify_all();
-  drain(task, n);
-  std::unique_lock<std::mutex> lock(mutex_);
-  task_ = nullptr;  // a worker that has not woken by now finds nothing to do
-  const auto over = [&] { return active_ == 0; };
-  if (over()) return;
-  lock.unlock();
-  look_on(work, over);
-  lock.lock();
-  finished_.wait(lock, over);
+  pool().run(n, work, task);
 }
 
 }  // namespace kdtree::cpu
