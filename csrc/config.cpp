@@ -160,6 +160,9 @@ void check_relations(const ModelConfig& c, const Checker& check) {
   check.width("kv_lora_rank", static_cast<int64_t>(c.kv_lora_rank) + c.qk_rope_head_dim, 1);
   check.width("n_shared_experts", c.moe_intermediate_size, c.n_shared_experts);
   check.width("num_experts_per_tok", c.moe_intermediate_size, static_cast<int64_t>(c.num_experts_per_tok) + c.n_shared_experts);
+  check.width("n_routed_experts", std::max(c.moe_intermediate_size, c.hidden_size), c.n_routed_experts);
+  check.width("intermediate_size", c.intermediate_size, 2);
+  check.width("q_lora_rank", static_cast<int64_t>(c.q_lora_rank) + c.kv_width(), 1);
 }
 
 }  // namespace
@@ -221,6 +224,8 @@ std::optional<DrafterConfig> read_drafter(const KdtrView& file, const ModelConfi
   }
   check.need(model.mask_id >= 0, "mask_id", "a drafter needs a mask token");
   check.width("draft_num_heads", c.num_heads, c.head_dim);
+  check.width("draft_num_kv_heads", static_cast<int64_t>(c.num_kv_heads) * c.head_dim, 2);
+  check.width("draft_intermediate_size", c.intermediate_size, 2);
   const auto taps = file.find_tensor("drafter.taps");
   if (!taps || taps->dtype != DType::kI32 || taps->shape.size() != 1) {
     throw Error("MissingTensor", file.label() + ": drafter.taps: a drafter needs this tensor, i32 with one dimension");

@@ -51,6 +51,11 @@ FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"draft_rope_theta": 1.0}, "draft_rope_theta: must be above 1"),
     ({"draft_rope_factor": 0.5}, "draft_rope_factor: must be at least 1"),
     ({"draft_num_heads": 2**30, "draft_num_kv_heads": 2**30, "draft_head_dim": 8}, "draft_num_heads: .* exceeds"),
+    (
+        {"draft_num_heads": 2**27, "draft_num_kv_heads": 2**27, "draft_head_dim": 8},
+        "draft_num_kv_heads: 1073741824 \\* 2 exceeds",
+    ),
+    ({"draft_intermediate_size": 2**30}, "draft_intermediate_size: 1073741824 \\* 2 exceeds"),
     ({"draft_colour": 3}, "draft_colour: unknown field"),
     ({"mask_id": -1}, "mask_id: a drafter needs a mask token"),
 ]
