@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import math
 import os
 import threading
 import weakref
@@ -21,6 +21,7 @@ from harness.protocol import (
     F32,
     Decoded,
     DecodeRequest,
+    Draft,
     DrafterError,
     OwnDrafter,
     RequestError,
@@ -30,7 +31,7 @@ from harness.protocol import (
 from refs.config import BF16_PRECISIONS
 
 I32 = npt.NDArray[np.int32]
-PERIOD = 0.25  # seconds: of a decode, after which what watches it is told that it goes on
+PERIOD = 0.25  # seconds: of a decode, after which Python has its turn, and what watches it is told that it goes on
 
 
 def _bytes(data: bytes) -> Any:
@@ -42,17 +43,34 @@ def _bytes(data: bytes) -> Any:
 def _ints(values: Sequence[int], what: str, error: type[Exception] = RequestError) -> Any:
     import torch
 
-    wide = np.asarray(list(values), dtype=object)
-    for i, value in enumerate(wide):
+    given = _listed(values, what, error)
+    for i, value in enumerate(given):
         if not isinstance(value, (int, np.integer)) or not -(2**31) <= value < 2**31:
             raise error(f"{what} {value!r} at index {i} is no 32-bit integer")
-    return torch.from_numpy(wide.astype(np.int32))
+    return torch.from_numpy(np.array(given, np.int32))
 
 
-def _fits(name: str, value: int) -> None:
+def _listed(values: Sequence[Any], what: str, error: type[Exception]) -> list[Any]:
+    try:
+        return list(values)
+    except TypeError:
+        raise error(f"{what}: {values!r} is no list") from None
+
+
+def _float(name: str, value: float) -> float:
+    with contextlib.suppress(OverflowError):  # of an integer that no float reaches
+        if isinstance(value, (float, int, np.floating, np.integer)):
+            return float(value)
+    raise RequestError(f"{name} {value!r} is no number")
+
+
+def _fits(name: str, value: int) -> int:
     """Torch hands on 64 bits; what fewer mean is for the engine to say."""
+    if not isinstance(value, (int, np.integer)):
+        raise RequestError(f"{name} {value!r} is no integer")
     if not -(2**63) <= value < 2**63:
         raise RequestError(f"{name} {value} exceeds 64 bits")
+    return int(value)
 
 
 def _out(array: npt.NDArray[Any]) -> Any:
@@ -72,7 +90,7 @@ class CsrcSession:
         identity: Callable[[], Mapping[str, str]] = dict,
         member: Member = ALONE,
     ) -> None:
-        """``progress`` is called every `PERIOD` seconds of a decode; without it a decode is one call into the engine.
+        """``progress`` is called every `PERIOD` seconds of a decode.
 
         ``identity`` says what a forward's costs depend on (`engine.costs`). ``member``: whose functions the engine
         calls, so that they live as long as the session does.
@@ -131,8 +149,7 @@ class CsrcSession:
         """Reset, prefill and decode to the end."""
         with self._turn, named_errors():
             ticket = self._begin(request)
-            period = PERIOD if self._progress else math.inf
-            while self._ops.decode_run(self._handle, ticket, period):
+            while self._ops.decode_run(self._handle, ticket, PERIOD):  # between two calls Ctrl-C is heard
                 if self._progress:
                     self._progress()
             return self._decoded(request, ticket)
@@ -150,11 +167,10 @@ class CsrcSession:
 
     def cache(self, layer: int) -> tuple[F32, F32]:
         """Committed rows of one layer: latent [length, R], k_rope [length, P]."""
-        _fits("layer", layer)
-        length = self.length
-        latent, k_rope = np.empty((length, self.rank), np.float32), np.empty((length, self.rope), np.float32)
         with self._turn, named_errors():
-            self._ops.session_cache(self._handle, layer, _out(latent), _out(k_rope))
+            length = self.length
+            latent, k_rope = np.empty((length, self.rank), np.float32), np.empty((length, self.rope), np.float32)
+            self._ops.session_cache(self._handle, _fits("layer", layer), _out(latent), _out(k_rope))
         return latent, k_rope
 
     def taps(self, tokens: Sequence[int], *, operations: bool = False) -> Mapping[str, F32]:
@@ -227,33 +243,37 @@ class CsrcSession:
 
         prompt = _ints(request.prompt, "token", TokenError)
         draft, first = torch.empty((0, self.vocab), dtype=torch.float32), 0
-        drafter = {type(None): "none", OwnDrafter: "dflash"}.get(type(request.draft), "recorded")
-        if request.draft is not None and not isinstance(request.draft, OwnDrafter):
-            table = np.ascontiguousarray(request.draft.logits, dtype=np.float32)
+        drafter = "none" if request.draft is None else "dflash" if isinstance(request.draft, OwnDrafter) else "recorded"
+        if drafter == "recorded":
+            if not isinstance(request.draft, Draft):
+                raise DrafterError(f"draft {request.draft!r} is no Draft, no OwnDrafter and not None")
+            try:
+                table = np.ascontiguousarray(request.draft.logits, dtype=np.float32)
+            except (TypeError, ValueError) as error:
+                raise DrafterError(f"draft logits are no matrix of numbers: {error}") from error
             if table.ndim != 2:
                 raise DrafterError(f"draft logits have shape {table.shape}, not [rows, {self.vocab}]")
             if not table.flags.writeable:  # torch wants a writable array although nothing writes to it
                 table = table.copy()
             draft, first = torch.from_numpy(table), request.draft.first
-        for name in ("max_tokens", "block_size", "budget"):
-            _fits(name, getattr(request, name))
-        if not 0 <= request.seed < 2**64:
-            raise RequestError(f"seed {request.seed} is not in 0..2^64-1")
-        signed = request.seed - 2**64 if request.seed >= 2**63 else request.seed
+        if not isinstance(request.seed, (int, np.integer)) or not 0 <= request.seed < 2**64:
+            raise RequestError(f"seed {request.seed!r} is not in 0..2^64-1")
+        seed = int(request.seed)
+        prices = [_float("cost", cost) for cost in _listed(request.costs, "costs", RequestError)]
         ticket = self._ops.decode_begin(
             self._handle,
             prompt,
-            request.max_tokens,
+            _fits("max_tokens", request.max_tokens),
             drafter,
             draft,
-            first,
-            request.block_size,
-            request.budget,
-            request.chain,
-            torch.tensor(list(request.costs), dtype=torch.float64),
-            request.temperature,
-            signed,
-            request.record,
+            _fits("first drafted position", first),
+            _fits("block_size", request.block_size),
+            _fits("budget", request.budget),
+            bool(request.chain),
+            torch.tensor(prices, dtype=torch.float64),
+            _float("temperature", request.temperature),
+            seed - 2**64 if seed >= 2**63 else seed,
+            bool(request.record),
         )
         return int(ticket)
 
@@ -321,10 +341,9 @@ class CsrcEngine:
         graphs: bool = True,
     ) -> CsrcSession:
         """Open a KDTR file as the protocol says."""
-        if context is not None and context < 1:
+        slots = 0 if context is None else _fits("context", context)
+        if context is not None and slots < 1:
             raise RequestError(f"context {context} is below 1")
-        _fits("context", context or 0)
-        _fits("max_rows", max_rows)
         name = _bytes(os.fsencode(path)), _bytes(os.fspath(path).encode("utf-8", "backslashreplace"))
         ops = library(self.device)
         with named_errors():
@@ -332,8 +351,8 @@ class CsrcEngine:
                 *name,
                 self.device,
                 precision,
-                context or 0,
-                max_rows,
+                slots,
+                _fits("max_rows", max_rows),
                 poison,
                 graphs,
                 self._member.rank,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import resource
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -51,6 +53,18 @@ BAD_REQUESTS: list[tuple[str, dict[str, Any], str, str]] = [
     ("budget 2^40", {"draft": draft(), "block_size": 4, "budget": 2**40}, "RequestError", "max_rows"),
     ("narrow draft", {"draft": draft(width=7), "block_size": 4, "budget": 3}, "DrafterError", "7 wide"),
     ("far draft", {"draft": draft(first=2**60), "block_size": 4, "budget": 3}, "DrafterError", "positions"),
+    ("draft at 2^70", {"draft": draft(first=2**70), "block_size": 4, "budget": 3}, "RequestError", "exceeds 64 bits"),
+    ("draft of words", {"draft": lambda _: Draft([["a"]], 5)}, "DrafterError", "no matrix of numbers"),  # type: ignore[arg-type]
+    ("a number for a draft", {"draft": lambda _: 3}, "DrafterError", "draft 3 is no Draft"),
+    ("no prompt", {"prompt": None}, "TokenError", "token: None is no list"),
+    ("max_tokens 3.5", {"max_tokens": 3.5}, "RequestError", "max_tokens 3.5 is no integer"),
+    ("budget '3'", {"draft": draft(), "block_size": 4, "budget": "3"}, "RequestError", "budget '3' is no integer"),
+    ("block 2.0", {"draft": draft(), "block_size": 2.0, "budget": 3}, "RequestError", "block_size 2.0 is no integer"),
+    ("seed 0.5", {"seed": 0.5}, "RequestError", "seed 0.5"),
+    ("temperature '1'", {"temperature": "1"}, "RequestError", "temperature '1' is no number"),
+    ("temperature 10^400", {"temperature": 10**400}, "RequestError", "is no number"),
+    ("a cost of text", {"costs": ["a"]}, "RequestError", "cost 'a' is no number"),
+    ("no costs", {"costs": None}, "RequestError", "costs: None is no list"),
 ]
 
 
@@ -114,6 +128,8 @@ CALLS: list[tuple[str, Callable[[CsrcSession], Any], str, str]] = [
     ("commit unverified", lambda s: s.commit([0]), "RequestError", "without a verify"),
     ("cache of no layer", lambda s: s.cache(99), "RequestError", "layer 99"),
     ("cache of layer -1", lambda s: s.cache(-1), "RequestError", "layer -1"),
+    ("cache of layer 'a'", lambda s: s.cache("a"), "RequestError", "layer 'a' is no integer"),  # type: ignore[arg-type]
+    ("prefill of a number", lambda s: s.prefill(5), "TokenError", "token: 5 is no list"),  # type: ignore[arg-type]
 ]
 
 
@@ -178,6 +194,8 @@ def test_the_context_can_be_filled_to_the_last_position(device: str, tiny2: Path
         ({"max_rows": 10**6}, "RequestError", "max_rows 1000000"),
         ({"max_rows": 2**70}, "RequestError", "max_rows 1180591620717411303424 exceeds 64 bits"),
         ({"context": 2**70}, "RequestError", "exceeds 64 bits"),
+        ({"context": "all"}, "RequestError", "context 'all' is no integer"),
+        ({"max_rows": 2.5}, "RequestError", "max_rows 2.5 is no integer"),
         ({"precision": "int8"}, "RequestError", "precision 'int8'"),
     ],
 )
@@ -198,6 +216,27 @@ def test_more_memory_than_there_is(device: str, tiny: Path, tmp_path: Path) -> N
     huge = changed(tiny, tmp_path / "huge.kdtr", fields={"max_context": 2**31 - 1 - 65})
     with pytest.raises(protocol.OutOfMemory, match=r"cache.latent|rope|scratch"):
         engine.create(device).load(huge, "fp32")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the limit on a process's memory is Linux's")
+def test_a_request_that_finds_no_memory_leaves_the_session_whole(tiny: Path) -> None:
+    """The system refuses the scratch of a tree of 4095 nodes; what ran before runs again."""
+    bundle = Bundle(tiny)
+    with engine.create("cpu").load(tiny, "fp32", max_rows=4096) as session:
+        want = session.decode(bundle.request()).tokens
+        held = session.memory()[0]
+        limit = resource.getrlimit(resource.RLIMIT_AS)
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + (48 << 20), limit[1]))
+        try:
+            with pytest.raises(protocol.OutOfMemory, match="scratch: "):
+                session.decode(bundle.request("fp32", "oracle", block_size=4096, budget=4095))
+        finally:
+            resource.setrlimit(resource.RLIMIT_AS, limit)
+        assert session.memory()[0] >= held
+        assert session.decode(bundle.request()).tokens == want
+        assert session.decode(bundle.request("fp32", "oracle")).tokens == want
+        assert session.broken_guard() == ""
 
 
 NAN_WEIGHTS = [
