@@ -93,8 +93,8 @@ void session_close(int64_t handle) {
     entry = std::move(found->second);
     g_sessions.erase(found);
   }
-  const std::lock_guard<std::mutex> lock(entry->mutex);  // a call under way ends first
-  entry->session.reset();
+  // A call under way ends first. One that found the session and waits for its turn still has it, and frees it in the end.
+  const std::lock_guard<std::mutex> lock(entry->mutex);
 }
 
 std::vector<int64_t> session_sizes(int64_t handle) {

@@ -68,30 +68,30 @@ void Session::check_request(const DecodeRequest& r) const {
   }
 }
 
-// Makes room for what this request needs. A buffer that moves, or another depth of tree scratch, makes captured graphs stale.
+// Makes room for what this request needs. If there is none, whatever was captured or is held still fits together.
 void Session::reserve(const DecodeRequest& r) {
-  bool moved = false;
   const auto grow = [&](Buffer& buffer, size_t bytes, const char* what) {
     if (bytes <= buffer.bytes()) return;
-    buffer = Buffer();
+    backend_->drop_graphs();
+    buffer = Buffer();  // a request that needs it asks again, and need not find room for both
     buffer = Buffer(*backend_, bytes, what);
-    moved = true;
   };
   const size_t v = static_cast<size_t>(config_.vocab_size), tokens = static_cast<size_t>(r.max_tokens);
   if (r.tree) {
     if (!r.dflash) grow(draft_, sizeof(float) * v * static_cast<size_t>(r.draft_rows), "draft");
     grow(costs_, sizeof(double) * r.costs.size(), "tree.costs");
-    if (r.dflash && !drafter_ && collective_.ranks().lead()) {
-      drafter_ = std::make_unique<Drafter>(*backend_, config_, *draft_config_, draft_weights_, context_, max_rows_, forward_->state());
-      moved = forward_->need_scratch(drafter_->scratch_bytes()) || moved;
+    if (r.dflash && collective_.ranks().lead()) {
+      if (!drafter_) {
+        drafter_ = std::make_unique<Drafter>(*backend_, config_, *draft_config_, draft_weights_, context_, max_rows_, forward_->state());
+      }
+      forward_->need_scratch(drafter_->scratch_bytes());
     }
-    moved = forward_->need_scratch(backend_->tree_scratch(config_.vocab_size, block_of(r), static_cast<int>(r.budget))) || moved;
+    forward_->need_scratch(backend_->tree_scratch(config_.vocab_size, block_of(r), static_cast<int>(r.budget)));
   }
   if (r.record) {
     grow(logit_log_, sizeof(float) * v * tokens, "log.logits");
     grow(tree_log_, sizeof(int32_t) * tokens * (2 + 3 * static_cast<size_t>(max_rows_)), "log.trees");
   }
-  if (moved) backend_->drop_graphs();
 }
 
 void Session::prefill_bonus() {
@@ -126,6 +126,7 @@ int64_t Session::begin(const DecodeRequest& request) {
   const auto start = Clock::now();
   ++ticket_;
   request_ = request;
+  if (!request_.tree) request_.costs.clear();
   result_ = DecodeResult{};
   draft_log_.clear();
   reserve(request_);
@@ -218,6 +219,7 @@ void Session::compare_round(const std::vector<uint64_t>& sums, double seconds) {
 std::vector<int32_t> Session::round(int64_t ticket) {
   check_ticket(ticket);
   if (!running_) return {};
+  check_file();
   const auto start = Clock::now();
   backend_->step(key_, [this] { forward_round(); });
   const StepMemory::Span told = step_->told();

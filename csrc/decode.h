@@ -18,7 +18,7 @@ namespace kdtree {
 struct DecodeRequest {
   std::vector<int32_t> prompt;
   int64_t max_tokens = 0;
-  bool tree = false;  // false: AR, and what follows up to `budget` is ignored
+  bool tree = false;  // false: AR, and what follows up to `costs` is ignored
   const float* draft = nullptr;  // host memory [draft_rows, draft_width]
   int64_t draft_rows = 0, draft_width = 0, draft_first = 0;
   bool dflash = false;  // the file's own drafter drafts, and the four above mean nothing
@@ -90,6 +90,7 @@ class Session {
     std::vector<int32_t> tokens, parents;
     int deepest;
   };
+  void check_file() const;  // FormatError if weights are no longer those that were opened
   void check_tokens(const std::vector<int32_t>& tokens) const;
   void check_room(int64_t rows, const char* what) const;
   int check_tree(const std::vector<int32_t>& tokens, const std::vector<int32_t>& parents) const;  // the depth of the deepest row
@@ -119,6 +120,7 @@ class Session {
   std::shared_ptr<const KdtrFile> file_;
   ModelConfig config_;
   ModelWeights weights_;
+  bool mapped_ = false;  // weights are used where the file is mapped
   int context_, max_rows_;
   Collective collective_;
   std::unique_ptr<StepMemory> step_;

@@ -249,31 +249,39 @@ std::shared_ptr<const KdtrFile> KdtrFile::open(const std::string& path, const st
   };
   const int fd = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
   if (fd < 0) fail(std::strerror(errno));
-  struct stat info;
-  const bool known = ::fstat(fd, &info) == 0;
-  if (!known || !S_ISREG(info.st_mode)) {
-    const std::string what = known ? "not a regular file" : std::strerror(errno);
-    ::close(fd);
-    fail(what);
-  }
   std::shared_ptr<KdtrFile> file(new KdtrFile);
+  file->fd_ = fd;
+  struct stat info;
+  if (::fstat(fd, &info) != 0) fail(std::strerror(errno));
+  if (!S_ISREG(info.st_mode)) fail("not a regular file");
   file->size_ = static_cast<size_t>(info.st_size);
   if (file->size_ > 0) {
     void* map = ::mmap(nullptr, file->size_, PROT_READ, MAP_PRIVATE, fd, 0);
-    const std::string what = std::strerror(errno);
-    ::close(fd);
-    if (map == MAP_FAILED) fail(what);
+    if (map == MAP_FAILED) fail(std::strerror(errno));
     file->map_ = map;
-  } else {
-    ::close(fd);
   }
   file->view_ = std::make_unique<KdtrView>(file->map_, file->size_, label);
+  file->header_.assign(static_cast<const char*>(file->map_), kHeader);
   return file;
+}
+
+void KdtrFile::check_unchanged() const {
+  struct stat info;
+  const bool known = ::fstat(fd_, &info) == 0;
+  if (known && static_cast<size_t>(info.st_size) == size_ && std::memcmp(map_, header_.data(), header_.size()) == 0) return;
+  throw Error("FormatError", view_->label() + ": file: was written to while it was in use; open it again, and let what writes it "
+                                              "write another file and rename that");
+}
+
+bool KdtrFile::holds(const void* p) const {
+  const auto first = reinterpret_cast<uintptr_t>(map_), at = reinterpret_cast<uintptr_t>(p);
+  return at >= first && at - first < size_;
 }
 
 KdtrFile::~KdtrFile() {
   view_.reset();
   if (map_ != nullptr) ::munmap(map_, size_);
+  if (fd_ >= 0) ::close(fd_);
 }
 
 }  // namespace kdtree

@@ -62,7 +62,8 @@ class KdtrView {
   uint64_t data_offset_ = 0;
 };
 
-// A file mapped read-only for as long as the object lives.
+// A file mapped read-only for as long as the object lives. One that is replaced by rename stays as it was here; one that is written
+// over, or cut short, changes under the reader.
 class KdtrFile {
  public:
   // path: bytes as the operating system wants them; label: how errors name the file.
@@ -71,11 +72,16 @@ class KdtrFile {
   KdtrFile(const KdtrFile&) = delete;
   KdtrFile& operator=(const KdtrFile&) = delete;
   const KdtrView& view() const { return *view_; }
+  // FormatError if size or header are no longer what was opened. The header's CRC is of the table that holds the CRC of every tensor.
+  void check_unchanged() const;
+  bool holds(const void* p) const;  // in the mapping
 
  private:
   KdtrFile() = default;
+  int fd_ = -1;
   void* map_ = nullptr;
   size_t size_ = 0;
+  std::string header_;  // as it was opened
   std::unique_ptr<KdtrView> view_;
 };
 

@@ -117,11 +117,11 @@ Forward::Forward(Backend& backend, const ModelConfig& config, const ModelWeights
   cos_sin_ = rope_buffer(backend, config.rotation(), context, "rope");
 }
 
-bool Forward::need_scratch(size_t bytes) {
-  if (bytes <= scratch_.bytes()) return false;
-  scratch_ = Buffer();
-  scratch_ = Buffer(backend_, bytes, "scratch");
-  return true;
+void Forward::need_scratch(size_t bytes) {
+  if (bytes <= scratch_.bytes()) return;
+  Buffer larger(backend_, bytes, "scratch");  // while the other is there: without one nothing runs any more
+  backend_.drop_graphs();
+  scratch_ = std::move(larger);
 }
 
 MlaDims Forward::dims() const {

@@ -156,8 +156,8 @@ class Forward {
   void* scratch() const { return scratch_.get(); }
   int max_rows() const { return max_rows_; }
   int slots() const { return slots_; }
-  // Makes the scratch at least so large. Graphs captured before are then stale: true says so.
-  bool need_scratch(size_t bytes);
+  // Makes the scratch at least so large, and drops graphs that were captured with another one.
+  void need_scratch(size_t bytes);
 
  private:
   void attention(int layer, int width, int max_keys, const Tap* tap, int kv_len);

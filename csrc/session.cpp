@@ -33,6 +33,7 @@ Session::Session(std::unique_ptr<Backend> backend, std::shared_ptr<const KdtrFil
   if (context_ > std::numeric_limits<int>::max() - max_rows_) throw Error("RequestError", "context plus max_rows exceeds 2^31-1; open the session with a shorter context");
   check_ranks(config_, ranks.count, file_->view().label());
   weights_ = load_weights(*backend_, file_->view(), config_, precision, ranks);
+  mapped_ = file_->holds(weights_.final_norm);
   backend_->set_graphs(graphs);
   step_ = std::make_unique<StepMemory>(*backend_, max_rows_, ranks);
   forward_ = std::make_unique<Forward>(*backend_, config_, weights_, *step_, collective_, precision.numerics, context_, max_rows_);
@@ -137,6 +138,10 @@ void Session::raise(int fault, int row, int detail, const char* what) const {
   throw Error("NonFiniteError", at + "a logit is NaN or infinite");
 }
 
+void Session::check_file() const {
+  if (mapped_) file_->check_unchanged();
+}
+
 void Session::check_fault(const char* what) {
   StepState now;
   backend_->download(&now, forward_->state(), sizeof now);
@@ -144,6 +149,7 @@ void Session::check_fault(const char* what) {
 }
 
 void Session::run(const Rows& rows, bool graph, bool head, const Tap* tap, const AfterLayer* after) {
+  check_file();
   const int width = static_cast<int>(rows.tokens.size());
   const int keys = keys_bound(static_cast<int64_t>(length_) + rows.deepest + 1);
   upload_rows(rows);

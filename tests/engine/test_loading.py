@@ -45,6 +45,10 @@ FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"num_heads": 2**30}, "num_heads: 1073741824 * 24 exceeds 2^31-1"),
     ({"n_shared_experts": 2**30}, "n_shared_experts: 32 * 1073741824 exceeds"),
     ({"moe_intermediate_size": 2**29}, "num_experts_per_tok: 536870912 * 5 exceeds 2^31-1"),
+    ({"moe_intermediate_size": 2**28}, "n_routed_experts: 268435456 * 16 exceeds"),
+    ({"hidden_size": 2**27}, "n_routed_experts: 134217728 * 16 exceeds"),
+    ({"intermediate_size": 2**30}, "intermediate_size: 1073741824 * 2 exceeds"),
+    ({"q_lora_rank": 2**31 - 2}, "q_lora_rank: 2147483686 * 1 exceeds"),
 ]
 
 
@@ -146,6 +150,45 @@ def test_files_that_are_none(tmp_path: Path) -> None:
         with pytest.raises(protocol.FormatError) as caught:
             engine.create("cpu").load(path, "fp32")
         assert str(caught.value).startswith(f"{path}: {text}")
+
+
+def cut(path: Path, _: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def overwritten(path: Path, other: Path) -> None:
+    path.write_bytes(other.read_bytes())
+
+
+@pytest.mark.parametrize("change", [cut, overwritten])
+def test_a_file_that_is_written_to_while_it_is_in_use(tiny: Path, tmp_path: Path, change: Any) -> None:
+    """On the CPU weights are used where they are mapped: another model, or a SIGBUS, becomes an error by name."""
+    bundle = Bundle(tiny)
+    path, other = changed(tiny, tmp_path / "used.kdtr"), changed(tiny, tmp_path / "other.kdtr")
+    changed(tiny, other, tensors={"embed.w": bundle.file.tensor("embed.w") * 2})
+    assert path.stat().st_size == other.stat().st_size
+    with engine.create("cpu").load(path, "fp32") as session:
+        stream = session.stream(bundle.request())
+        next(stream)
+        change(path, other)
+        for call in (
+            lambda: next(stream),
+            lambda: session.decode(bundle.request()),
+            lambda: session.prefill([1]),
+            lambda: session.verify([1, 2], [-1, 0]),
+            lambda: session.taps([1]),
+        ):
+            with pytest.raises(protocol.FormatError, match=f"{path.name}: file: was written to while it was in use"):
+                call()
+
+
+def test_a_file_that_is_replaced_while_it_is_in_use(tiny: Path, tmp_path: Path) -> None:
+    """By rename, as everything here writes: a session keeps what it opened."""
+    bundle = Bundle(tiny)
+    path = changed(tiny, tmp_path / "used.kdtr")
+    with engine.create("cpu").load(path, "fp32") as session:
+        changed(tiny, path, tensors={"embed.w": bundle.file.tensor("embed.w") * 2})
+        assert list(session.decode(bundle.request()).tokens) == bundle.tokens("fp32")
 
 
 @pytest.mark.parametrize("name", ["spaß ✓.kdtr", "with space.kdtr", "new\nline.kdtr"])

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +19,7 @@ from engine_files import Array, Bundle, changed
 import engine
 from engine.library import library
 from engine.session import CsrcEngine, CsrcSession
+from harness.bundles import ensure
 from harness.protocol import F32, OPERATION_TAPS, DecodeRequest, DeviceError, Draft, Engine, RequestError, Session
 from refs.model import Model
 from refs.sampling import choose
@@ -212,6 +218,34 @@ def test_whoever_watches_a_decode_is_told_that_it_goes_on(
         assert told == []
 
 
+def test_a_decode_hears_ctrl_c(monkeypatch: pytest.MonkeyPatch, tiny2: Path, device: str) -> None:
+    """Between two rounds at the soonest, and not when it has ended; the session then goes on as ever."""
+    monkeypatch.setattr("engine.session.PERIOD", 0.0)
+    with engine.create(device).load(tiny2, "fp32") as session:
+        request = DecodeRequest(Bundle(tiny2).prompt, session.context - 9)
+        want = session.decode(request)
+        before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+        try:
+            signal.setitimer(signal.ITIMER_REAL, want.prefill_seconds + want.decode_seconds / 4)
+            with pytest.raises(KeyboardInterrupt):
+                session.decode(request)
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+        assert session.length < 9 + len(want.tokens)
+        assert session.decode(request).tokens == want.tokens
+
+
+def test_ar_heeds_nothing_that_is_a_trees(session: CsrcSession, tiny2: Path, precision: str) -> None:
+    """Costs above all, for which a decode of trees before had room or had not."""
+    bundle = Bundle(tiny2)
+    want = session.decode(bundle.request(precision)).tokens
+    of_trees = {"block_size": 0, "budget": 10**6, "chain": True, "costs": [1.0] * 5000}
+    assert session.decode(bundle.request(precision, **of_trees)).tokens == want
+    assert session.decode(bundle.request(precision, "noisy", costs=[1.0] * 8, budget=7)).tokens == want
+    assert session.decode(bundle.request(precision, **of_trees)).tokens == want
+
+
 def test_a_stream_that_was_overtaken_says_so(session: CsrcSession, tiny2: Path) -> None:
     bundle = Bundle(tiny2)
     stream = session.stream(bundle.request())
@@ -270,6 +304,76 @@ def test_sessions_side_by_side(device: str, tiny: Path, tiny2: Path) -> None:
         session.close()
         with pytest.raises(RequestError, match="closed"):
             session.reset()
+
+
+def test_a_session_may_be_closed_while_others_wait_for_their_turn(device: str, tiny: Path) -> None:
+    """A call that found the session and then waited for the one before it still has it; the next one has it no more."""
+    ops = library(device)
+
+    def work(handle: int) -> str:
+        try:
+            while True:
+                ops.session_length(handle)
+        except RuntimeError as error:
+            return str(error)
+
+    with ThreadPoolExecutor(4) as pool:
+        for _ in range(5):
+            session = engine.create(device).load(tiny, "fp32", context=8, max_rows=1)
+            said = [pool.submit(work, session._handle) for _ in range(4)]
+            session.close()
+            assert all("the session is closed" in future.result() for future in said)
+
+
+def test_a_cache_is_read_in_one_turn(device: str, tiny: Path) -> None:
+    """Its length belongs to its rows: who wants to forget them meanwhile waits."""
+    with engine.create(device).load(tiny, "fp32", context=32, max_rows=8) as session:
+        session.prefill([1, 2, 3])
+        want = session.cache(0)[0].tobytes()
+        ops = session._ops
+        other = threading.Thread(target=session.reset)
+
+        class Between:
+            """The engine's calls; after one for the length another thread asks for a reset."""
+
+            def __getattr__(self, name: str) -> Any:
+                return getattr(ops, name)
+
+            def session_length(self, handle: int) -> int:
+                length = int(ops.session_length(handle))
+                other.start()
+                other.join(0.1)
+                return length
+
+        session._ops = Between()
+        assert session.cache(0)[0].tobytes() == want
+        session._ops = ops
+        other.join()
+        assert session.length == 0
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_a_forked_process_may_go_on_with_the_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With threads of its own, as those of the parent are not there; and it may close them."""
+    monkeypatch.setenv("KDTREE_THREADS", "2")
+    path = ensure(["text"])["text"]
+    prompt = Bundle(path).prompt
+    with engine.create("cpu").load(path, "fp32", max_rows=16) as session:
+        want = session.prefill(prompt[:16]).tobytes()
+        if (child := os.fork()) == 0:
+            session.reset()
+            same = session.prefill(prompt[:16]).tobytes() == want
+            session.close()
+            os._exit(0 if same else 1)
+        end = time.monotonic() + 20
+        while (ended := os.waitpid(child, os.WNOHANG))[0] == 0 and time.monotonic() < end:
+            time.sleep(0.01)
+        if ended[0] == 0:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+        assert ended == (child, 0), "it waits for ever" if ended[0] == 0 else "other bits"
+        session.reset()
+        assert session.prefill(prompt[:16]).tobytes() == want
 
 
 def test_taps(device: str, tiny2: Path, precision: str) -> None:
