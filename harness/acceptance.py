@@ -179,6 +179,7 @@ def _content(options: argparse.Namespace, lines: Sequence[Line]) -> dict[str, An
     return {
         "commit": sources.commit,
         "dirty": list(sources.dirty),
+        "engine": sources.engine,
         "environment": environment(),
         "request": asked,
         "lines": lines,

@@ -25,7 +25,7 @@ from harness import plain_json
 from harness.bench.cases import cases, choose
 from harness.cells import INFRASTRUCTURE, PASSED
 from harness.cli import Parser
-from harness.sources import ROOT
+from harness.sources import ROOT, describe
 
 FIGURES = {
     "Duration": "ns", "DRAM Throughput": "%", "L2 Cache Throughput": "%", "Issue Slots Busy": "%",
@@ -150,7 +150,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     names = [case.name for case in choose(cases("cuda"), options.filter or DEFAULT)]
     if not names:
         parser.error(f"--filter {' '.join(options.filter)} chooses nothing; `kdtree bench --list` shows the names")
-    people = plain_json.beside(options.json)
+    people, judged = plain_json.beside(options.json), describe()
     print(f"ncu runs {len(names)} cases, some seconds each", file=people, flush=True)
     try:
         found = measure(names)
@@ -161,7 +161,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         figures = entry["figures"]
         parts = [f"{label.split(' [')[0]} {value:g}" for label, value in figures.items()]
         print(f"{entry['case']}: {entry['kernel'][:60]}\n    {'; '.join(parts)}", file=people)
-    plain_json.give(found, options.json)
+    plain_json.give({"commit": judged.commit, "engine": judged.engine, "kernels": found}, options.json)
     return PASSED
 
 

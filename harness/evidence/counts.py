@@ -84,7 +84,7 @@ def timeline(data: bytes) -> Counts:
 
 def counters(data: bytes) -> Counts:
     """Of ``harness.bench.counters``."""
-    entries = json.loads(data)
+    entries = json.loads(data)["kernels"]
     return {"cases": len({entry["case"] for entry in entries}), "kernels": len(entries)}
 
 

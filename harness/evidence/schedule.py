@@ -46,7 +46,7 @@ def decide(stages: Mapping[str, Stage], states: Mapping[str, str], left: float) 
         if stage.beside:
             start.append(name)
         elif not full:
-            full = quiet or (stage.quiet and taken > 0) or taken + stage.share > 1
+            full = quiet or taken + stage.share > 1
             if not full:
                 start.append(name)
                 taken, quiet = taken + stage.share, stage.quiet

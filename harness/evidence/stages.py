@@ -47,7 +47,7 @@ class Stage:
     share: float = 1.0
     """Of the machine: stages run together whose shares are one at most."""
     quiet: bool = False
-    """It measures: nothing else runs meanwhile, and what runs beside is suspended."""
+    """It measures: its share is the whole machine, and what runs beside is suspended."""
     beside: bool = False
     """It runs beside all others, at the lowest priority."""
     prepares: bool = False

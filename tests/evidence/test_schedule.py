@@ -148,5 +148,6 @@ def test_every_stage_waits_for_stages_that_come_before_it() -> None:
     for at, (name, one) in enumerate(known.items()):
         assert set(one.waits_for) <= set(names[:at]), name
         assert one.record or one.counts or one.prepares, name
+        assert one.share == 1 or not one.quiet, name
     records = [one.record for one in known.values() if one.record]
     assert len(records) == len(set(records))

@@ -208,3 +208,30 @@ def test_no_kernel_spills_as_the_page_says() -> None:
 def test_the_tables_of_the_bench_are_those_of_its_record() -> None:
     found = {table.head: (had, wanted) for table, had, wanted in tables.differing(strict(tables.RECORD.read_text()))}
     assert found == {}, RULE
+
+
+def unlike(folder: Path) -> Iterator[str]:
+    """What the summaries of ``kdtree evidence`` name that is not there, or was made with another engine than theirs."""
+    for path in sorted(folder.glob("cuda-*-run.json")):
+        summary = strict(path.read_text("utf-8"))
+        for name, found in summary["stages"].items() if "schema" in summary else ():
+            record = folder / found.get("record", path.name)
+            if not record.is_file():
+                yield f"{path.name}: {name}: {record.name} is missing"
+            elif summary["engine"] not in record.read_text("utf-8"):
+                yield f"{path.name}: {name}: {record.name} is not of its engine"
+
+
+def test_records_of_a_run_are_there_and_of_its_engine() -> None:
+    assert list(unlike(EVIDENCE)) == []
+
+
+def test_a_record_of_another_engine_is_told_of(tmp_path: Path) -> None:
+    stages = {name: {"record": f"{name}.json"} for name in ("good", "other", "gone")} | {"none": {"status": "failed"}}
+    (tmp_path / "cuda-h200-run.json").write_text(json.dumps({"schema": 1, "engine": "e" * 64, "stages": stages}))
+    (tmp_path / "good.json").write_text(json.dumps({"engine": "e" * 64}))
+    (tmp_path / "other.json").write_text(json.dumps({"engine": "f" * 64}))
+    assert list(unlike(tmp_path)) == [
+        "cuda-h200-run.json: other: other.json is not of its engine",
+        "cuda-h200-run.json: gone: gone.json is missing",
+    ]
