@@ -166,14 +166,24 @@ def _stream(session: Session, request: DecodeRequest, decoded: Decoded) -> list[
     return [exactly("stream", wrong, Verdict.FAIL_TOKENS, f"{list(streamed)} streamed, {list(decoded.tokens)} decoded")]
 
 
+def _cut_short(golden: Golden, decoded: Decoded) -> str:
+    """What a decode lacks that has to go on to its limit or to the end token, and no further, with logits of each."""
+    tokens, eos = decoded.tokens, golden.field("eos_id")
+    last = tokens.index(eos) + 1 if eos in tokens else int(golden.meta["run"]["max_tokens"])
+    if len(tokens) != last:
+        return f"ended after {len(tokens)} tokens, not {last}; "
+    rows = len(recorded(decoded))
+    return "" if rows == last + 1 else f"{rows} rows of logits for {last} tokens; "
+
+
 def _sampling(session: Session, golden: Golden, drafter: str, seed: int) -> list[Check]:
     """With a temperature and one seed, DDTree draws AR's tokens from AR's bits."""
     changes: dict[str, Any] = {"temperature": SAMPLING_TEMPERATURE, "seed": seed}
     ar = session.decode(golden.request(**changes))
     tree = session.decode(golden.request(drafter, **changes))
-    same = shared(tree.tokens, ar.tokens)
-    wrong = max(len(tree.tokens), len(ar.tokens)) - same
-    detail = f"from token {same} on: DDTree {list(tree.tokens[same:])}, AR {list(ar.tokens[same:])}"
+    same, short = shared(tree.tokens, ar.tokens), _cut_short(golden, ar)
+    wrong = max(len(tree.tokens), len(ar.tokens)) - same + bool(short)
+    detail = f"{short}from token {same} on: DDTree {list(tree.tokens[same:])}, AR {list(ar.tokens[same:])}"
     return [
         exactly("sampling.tokens", wrong, Verdict.FAIL_BITWISE, detail),
         bits("sampling.logits", recorded(tree), recorded(ar), "sampled, DDTree against AR, [step, token]"),
@@ -186,9 +196,9 @@ def _draws(session: Session, golden: Golden, seed: int) -> list[Check]:
     last = len(golden.prompt) - 1
     logits = recorded(sampled)[: len(sampled.tokens)]
     drawn = tuple(choose(row, last + i, SAMPLING_TEMPERATURE, seed) for i, row in enumerate(logits))
-    same = shared(sampled.tokens, drawn)
-    wrong = max(len(sampled.tokens), len(drawn)) - same
-    detail = f"from token {same} on: got {list(sampled.tokens[same:])}, the reference draws {list(drawn[same:])}"
+    same, short = shared(sampled.tokens, drawn), _cut_short(golden, sampled)
+    wrong = max(len(sampled.tokens), len(drawn)) - same + bool(short)
+    detail = f"{short}from token {same} on: got {list(sampled.tokens[same:])}, the reference draws {list(drawn[same:])}"
     return [exactly("sampling.draws", wrong, Verdict.FAIL_TOKENS, detail)]
 
 

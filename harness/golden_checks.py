@@ -126,7 +126,7 @@ def draft(found: Findings, golden: Golden, decoded: Decoded) -> None:
     same = shared(found.acceptance, counts)
     want = want[: same + 1].reshape(-1, want.shape[2])
     got = got[: same + 1, : golden.draft_logits().shape[1]].reshape(-1, want.shape[1])
-    here = compare.tensor("draft", got, want[: len(got)], tolerance)
+    here = compare.tensor("draft", got, want, tolerance)
     found.checks += here
     if here[0].ok and not here[-1].ok and found.divergence is None:
         found.divergence = _divergence("draft", "row", got, want, tolerance)
@@ -164,7 +164,7 @@ def taps(found: Findings, session: Session, golden: Golden, decoded: Decoded | N
         if not here[-1].ok and here[0].ok:
             found.divergence = _divergence(name, "row", got, want, tolerance)
             break
-    if decoded is not None and decoded.tokens == golden.tokens and "logits" in taps:
-        rows = taps["logits"][len(golden.prompt) - 1 :]
+    if decoded is not None and decoded.tokens == golden.tokens:
+        rows = taps["logits"][len(golden.prompt) - 1 :] if "logits" in taps else np.zeros((0, 0), np.float32)
         checks.append(bits("prefill", rows, recorded(decoded), "one prefill against decode, [step, token]"))
     return checks

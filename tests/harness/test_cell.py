@@ -9,7 +9,8 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -17,7 +18,9 @@ import pytest
 import harness.runner
 from harness import engines, widths, wrong_engine
 from harness.cells import BadRound, Cell, Tree, Verdict
+from harness.checks import _cut_short
 from harness.describe import describe
+from harness.golden import Golden
 from harness.matrix import Point
 from harness.protocol import F32, Decoded, DecodeRequest, DeviceError, NonFiniteError, OutOfMemory, Session
 from harness.reference_engine import ReferenceEngine, ReferenceSession
@@ -157,6 +160,15 @@ def sampled_trees(edit: Callable[[Decoded], Decoded]) -> Callable[[Decoded, Deco
     return lambda decoded, request: edit(decoded) if request.temperature and request.draft is not None else decoded
 
 
+def nothing(decoded: Decoded) -> Decoded:
+    return replace(decoded, tokens=(), logits=None)
+
+
+def one_less(decoded: Decoded) -> Decoded:
+    assert decoded.logits is not None
+    return replace(decoded, tokens=decoded.tokens[:-1], logits=decoded.logits[:-1])
+
+
 def last_round(decoded: Decoded) -> Decoded:
     *rest, last = decoded.rounds
     return replace(decoded, rounds=(*rest, replace(last, accepted=(*last.accepted, 99))))
@@ -214,10 +226,19 @@ TAMPERED: dict[str, tuple[Point, str, Callable[..., Any], Verdict, str]] = {
     ),
     "stream": (AR, "stream", lambda s, _: iter([*s][:-1]), Verdict.FAIL_TOKENS, "stream"),
     "draws": (AR, "decode", in_samples(other_token), Verdict.FAIL_TOKENS, "sampling.draws"),
+    "no draws": (AR, "decode", in_samples(nothing), Verdict.FAIL_TOKENS, "sampling.draws"),
+    "one draw less": (AR, "decode", in_samples(one_less), Verdict.FAIL_TOKENS, "sampling.draws"),
     "step": (AR, "step", lambda row, _: bump(row), Verdict.FAIL_BITWISE, "steps"),
     "prefill": (AR, "prefill", lambda rows, _: bump(rows), Verdict.FAIL_BITWISE, "steps"),
     "tap gone": (AR, "taps", dropped, Verdict.FAIL_SHAPE, "taps.embed.shape"),
     "tap off": (AR, "taps", off("layers.1.out"), Verdict.FAIL_LOGITS, "taps.layers.1.out.max_abs"),
+    "no logits tap": (
+        AR,
+        "taps",
+        lambda taps, *_: {name: rows for name, rows in taps.items() if name != "logits"},
+        Verdict.FAIL_BITWISE,
+        "prefill",
+    ),
     "tap bits": (AR, "taps", tap_bits, Verdict.FAIL_BITWISE, "prefill"),
     "cache off": (AR, "cache", off_key, Verdict.FAIL_LOGITS, "cache.layers.0.k_rope.max_abs"),
     "cache short": (AR, "cache", one_row_less, Verdict.FAIL_SHAPE, "cache.layers.0.latent.shape"),
@@ -229,6 +250,8 @@ TAMPERED: dict[str, tuple[Point, str, Callable[..., Any], Verdict, str]] = {
     "rows": (TREE, "decode", in_trees(merged_counts), Verdict.FAIL_ACCEPTANCE, "accepted"),
     "cache": (TREE, "cache", second_decode_s_cache, Verdict.FAIL_BITWISE, "ar.cache"),
     "samples": (TREE, "decode", sampled_trees(other_token), Verdict.FAIL_BITWISE, "sampling.tokens"),
+    "no samples": (TREE, "decode", in_samples(nothing), Verdict.FAIL_BITWISE, "sampling.tokens"),
+    "one sample less": (TREE, "decode", in_samples(one_less), Verdict.FAIL_BITWISE, "sampling.tokens"),
     "sample bits": (
         TREE,
         "decode",
@@ -248,6 +271,21 @@ def test_each_check_fails_under_its_own_name(micro: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(ReferenceEngine, "_session", lambda self, model, rows: session(model, rows))
     cell = run(micro, point)
     assert (cell.verdict, cell.detail.partition(":")[0]) == (verdict, check), describe(cell)
+
+
+def test_a_sampled_decode_goes_on_to_its_limit_or_to_the_end_token() -> None:
+    golden = cast(Golden, SimpleNamespace(field=lambda name: {"eos_id": 9}[name], meta={"run": {"max_tokens": 3}}))
+
+    def lacks(tokens: tuple[int, ...], rows: int) -> str:
+        decoded = Decoded(tokens, len(tokens), "limit", (), np.zeros((rows, 5), np.float32))
+        return _cut_short(golden, decoded)
+
+    for tokens in ((1, 2, 3), (1, 9), (9,), (1, 2, 9)):
+        assert lacks(tokens, len(tokens) + 1) == ""
+        assert "rows of logits" in lacks(tokens, len(tokens))
+    assert lacks((1, 2), 3) == "ended after 2 tokens, not 3; "
+    assert lacks((1, 9, 3), 4) == "ended after 3 tokens, not 2; "
+    assert lacks((), 0) == "ended after 0 tokens, not 3; "
 
 
 def test_a_failing_tree_is_kept_with_the_golden_one(micro: Path) -> None:

@@ -118,6 +118,13 @@ def test_rounds_of_another_history_are_left_out(golden: Golden, right: Decoded) 
     assert [check.name for check in failed(judged(golden, off(parted, (2, 0, 0), 9 * bound)))] == ["draft.max_abs"]
 
 
+def test_every_round_has_to_show_what_was_drafted(golden: Golden, right: Decoded) -> None:
+    assert right.draft_logits is not None
+    for kept in range(len(right.draft_logits)):
+        (check,) = failed(judged(golden, replace(right, draft_logits=right.draft_logits[:kept])))
+        assert (check.name, check.verdict) == ("draft.shape", Verdict.FAIL_SHAPE)
+
+
 class Same(Golden):
     """A bundle whose INT4 golden is its FP32 one, but for what is within the tolerance."""
 
