@@ -65,6 +65,19 @@ def test_equal_infinities_agree_and_others_do_not() -> None:
     assert not compare.finite("x", -want.astype(np.float32), want).ok
 
 
+def test_what_is_not_finite_on_one_side_alone_is_infinitely_far() -> None:
+    """And NaN is far from NaN too: a golden has none."""
+    got, want = np.array([np.nan, np.inf, 1.0, np.nan, 2.0]), np.array([1.0, 1.0, np.nan, np.nan, 5.0])
+    assert compare.difference(got, want).tolist() == [np.inf] * 4 + [3.0]
+
+
+def test_a_tolerance_is_held_against_the_largest_value_of_the_worst_row() -> None:
+    for least, fine in ((1.0, True), (0.99, False)):
+        want = np.array([[50.0, 0.0, 1e-9], [-least, 0.0, 0.0]])
+        checks = {check.name: check for check in compare.logits(want.astype(np.float32), want, 0.01)}
+        assert checks["logits.scale"].ok is fine
+
+
 @pytest.mark.parametrize(
     "got", [None, CLOSE[:, :-1], CLOSE[:3], CLOSE.reshape(-1), CLOSE.astype(np.float64), CLOSE.astype(np.float16)]
 )

@@ -94,6 +94,38 @@ def test_times_on_other_hardware_are_not_compared(changed: dict[str, str]) -> No
     assert "same CPU and GPUs" in comparison.untimed
 
 
+@pytest.mark.parametrize("side", [0, 1])
+@pytest.mark.parametrize("times", [{}, {"decode": 0.0}, None])
+def test_cells_that_failed_or_have_no_time_are_not_timed(side: int, times: dict[str, float] | None) -> None:
+    """The others are; where there are none, it is said why no time was compared."""
+    old = runs.run()
+    cell = runs.find(old, ID)
+    other = runs.failing(cell, Verdict.FAIL_TREE, "tree", 1, 0, "x") if times is None else replace(cell, times=times)
+    sides = [old, old]
+    sides[side] = runs.change(old, ID, replace(other, times={"decode": 99.0} if times is None else times))
+    comparison = compare(*sides)
+    assert sum(pace.cells for pace in comparison.paces) == len(old.cells) - 1
+    assert {pace.ratio for pace in comparison.paces} == {1.0}
+    assert comparison.untimed == ""
+    one = replace(old, expected=(ID,), cells=(cell,))
+    sides = [one, one]
+    sides[side] = replace(one, cells=(other,))
+    comparison = compare(*sides)
+    assert comparison.paces == ()
+    assert comparison.untimed == (
+        "no cell passed in both runs" if times is None else "no cell has a decode time in both runs"
+    )
+
+
+@pytest.mark.parametrize(("before", "after", "told"), [(0.10, 0.16, True), (0.10, 0.14, False), (0.03, 0.049, False)])
+def test_a_slow_cell_exceeds_half_as_much_again_and_20_ms(before: float, after: float, told: bool) -> None:
+    old = runs.run()
+    cell = runs.find(old, ID)
+    one, two = (runs.change(old, ID, replace(cell, times={"decode": t})) for t in (before, after))
+    assert kinds(two, one) == ([("slower", ID)] if told else [])
+    assert kinds(one, two) == ([("faster", ID)] if told else [])
+
+
 def test_machines_that_do_not_say_what_they_are_are_not_compared() -> None:
     nameless = replace(runs.run(), environments={runs.HOST: {"os": "Linux"}})
     assert compare(nameless, nameless).paces == ()
@@ -119,6 +151,8 @@ def test_hosts_are_compared_with_themselves() -> None:
     new = runs.change(old, bad.id, bad)
     (change,) = compare(new, old).changes
     assert (change.kind, change.id, change.host) == ("broken", bad.id, "b")
+    assert compare(new, old).of("broken", "worse") == (change,)
+    assert compare(new, old).of("worse") == ()
 
 
 @pytest.mark.parametrize(
