@@ -185,7 +185,8 @@ def test_what_no_trace_can_explain_is_not_traced(world: World) -> None:
 def test_a_cell_and_its_trace_have_their_time(world: World) -> None:
     world.findings = lambda: time.sleep(5)
     late = run(by=runner(0.05))
-    assert (late.verdict, late.detail) == (Verdict.TIMEOUT, "took longer than 0.05 s")
+    assert late.verdict is Verdict.TIMEOUT
+    assert late.detail.startswith("took longer than 0.05 s; ")
     assert world.said("trace") == []
     assert world.said("close") == ["close micro fp32 cpu 1"]
     assert late.times["total"] < 4
