@@ -16,9 +16,10 @@ INSTRUCTION = 16
 """Bytes of one, on every architecture since Volta."""
 CODE = ".text"
 REGISTERS = "registers"
-SHARED_BY_ALL = ""
-"""In place of a kernel's name: variables and constants of the source's own."""
+SHARED_BY_ALL = "variables of the source"
+"""In place of a kernel's name: variables and constants that all of them share."""
 
+_HASHED = "_(?:GLOBAL__N__|INTERNAL_)"
 _NO_BITS = 8
 _RELOCATIONS = {4: struct.Struct("<QQq"), 9: struct.Struct("<QQ")}
 _INDEX = struct.Struct("<I")
@@ -42,16 +43,16 @@ def _text(table: bytes, at: int) -> str:
 
 
 def plain(text: str) -> str:
-    """Mangled names with unnamed namespaces called as the host's compiler calls them."""
+    """Mangled names in which unnamed namespaces, and files of static variables, have the host's compiler's name."""
 
     def shorter(found: re.Match[str]) -> str:
         name = found.group()
-        while place := re.search(r"(?<!\d)(\d+)_GLOBAL__N__", name):
+        while place := re.search(rf"(?<!\d)(\d+){_HASHED}", name):
             end = place.end(1) + int(place.group(1))
             name = f"{name[: place.start()]}12_GLOBAL__N_1{name[end:]}"
         return name
 
-    return re.sub(r"[\w$]*_GLOBAL__N__[\w$]*", shorter, text)
+    return re.sub(rf"[\w$]*{_HASHED}[\w$]*", shorter, text)
 
 
 def _sections(cubin: bytes) -> list[_Section]:
@@ -99,7 +100,7 @@ def kernels(cubin: bytes) -> dict[str, Mapping[str, bytes]]:
         if not re.match(r"(\.rela?)?\.(text|nv\.(info|constant|shared(?!\.reserved)|global|local))", section.name):
             continue
         owner = next((name for name in known if section.name.endswith(f".{name}")), SHARED_BY_ALL)
-        part = section.name.removesuffix(f".{owner}") if owner else section.name
+        part = section.name.removesuffix(f".{owner}")
         content = section.content
         if section.kind in _RELOCATIONS:
             rows = _RELOCATIONS[section.kind].iter_unpack(content)

@@ -218,7 +218,7 @@ def _against(commit: str, nvcc: tuple[str, str], cuobjdump: str, options: argpar
         plain_json.give(content, options.json)
     if options.json != plain_json.PRINTED:
         for change, name in zip(compared.changes, names, strict=True):
-            where = f"{change.what:7}  {change.file}  {change.arch}  {name or 'variables of the source'}"
+            where = f"{change.what:7}  {change.file}  {change.arch}  {name}"
             print(f"{where}\n         {change.detail}" if change.detail else where)
         print(
             f"nvcc {nvcc[1]}: {changed} kernels changed since {commit}, of {compared.kernels} compared;"

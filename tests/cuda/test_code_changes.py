@@ -61,7 +61,7 @@ def test_what_stands_beside_a_kernel_does_not_count() -> None:
     alone = cubin.kernels(elf({OTHER: (code(3), 255)}))
     both = cubin.kernels(elf({KERNEL: (code(1, 2), 40), OTHER: (code(3), 255)}))
     assert alone[OTHER] == both[OTHER]
-    hashed = "_GLOBAL__N__45bee365_4_a_cu_k", "_GLOBAL__N__0_5_ab_cu_k"
+    hashed = "_GLOBAL__N__45bee365_4_a_cu_k", "_GLOBAL__N__0_5_ab_cu_k", "_INTERNAL_45bee365_4_a_cu_0"
     assert {cubin.plain(f"_ZN{len(name)}{name}1kEPf") for name in hashed} == {"_ZN12_GLOBAL__N_11kEPf"}
 
 
@@ -82,6 +82,10 @@ def test_changes() -> None:
     ]
     assert found[0].detail == "2 instructions, were 3; the first that differs is at 0x0010; 42 registers, were 40"
     assert code_changes.compare(before, before, "9.0") == []
+    said = [{("a.cu", name): parts for name, parts in cubin.kernels(elf({}, value)).items()} for value in (b"1", b"2")]
+    (variable,) = code_changes.compare(*said, "9.0")
+    assert nvcc.readable([variable.name]) == ["variables of the source"]
+    assert variable.detail == ".nv.constant3 differs"
     shorter = kernels("a.cu", {KERNEL: (code(1, 2), 40), OTHER: (code(5), 9), "gone": (code(7), 1)})
     (cut,) = code_changes.compare(before, shorter, "9.0")
     assert cut.detail == "2 instructions, were 3; the first that differs is at 0x0020"
