@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -23,7 +22,9 @@ from harness.bundles import ensure
 from harness.protocol import F32, OPERATION_TAPS, DecodeRequest, DeviceError, Draft, Engine, RequestError, Session
 from refs.model import Model
 from refs.sampling import choose
+from tests import processes
 from tests.fuzz.seeds import CORPUS
+from tests.waiting import until
 
 TREE = [-1, 0, 0, 1, 1, 2, 3, 6, 0]
 
@@ -365,13 +366,12 @@ def test_a_forked_process_may_go_on_with_the_sessions(monkeypatch: pytest.Monkey
             same = session.prefill(prompt[:16]).tobytes() == want
             session.close()
             os._exit(0 if same else 1)
-        end = time.monotonic() + 20
-        while (ended := os.waitpid(child, os.WNOHANG))[0] == 0 and time.monotonic() < end:
-            time.sleep(0.01)
-        if ended[0] == 0:
-            os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
-        assert ended == (child, 0), "it waits for ever" if ended[0] == 0 else "other bits"
+        try:
+            until(lambda: not processes.alive(child))
+        finally:
+            processes.tell(child)
+            status = os.waitpid(child, 0)[1]
+        assert status == 0, "other bits"
         session.reset()
         assert session.prefill(prompt[:16]).tobytes() == want
 

@@ -9,9 +9,9 @@ import pytest
 from harness.sources import ROOT
 from tests import waiting
 
-# Seconds in figures, for the end of a thread, a process or a queue.
+# A second or more in figures, for the end of a thread, a process or a queue; less is a try and no wait.
 OWN = re.compile(
-    r"\.(join|wait|communicate|get)\((timeout=)?[0-9.]+\)|\brun\(.*timeout=[0-9.]+[,)]|monotonic\(\) \+ [0-9]"
+    r"\.(join|wait|communicate|get)\((timeout=)?[1-9][0-9.]*\)|\brun\(.*timeout=[0-9.]+[,)]|monotonic\(\) \+ [0-9]"
 )
 
 
