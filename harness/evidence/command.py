@@ -349,6 +349,8 @@ class Run:
 def told(found: Mapping[str, Any]) -> str:
     """Counts on one line, behind a colon."""
     counts = {name: value for name, value in found.get("counts", {}).items() if value not in ([], {}, "")}
+    if why := counts.pop("none", ""):
+        return f": no counts, {why}"
     lists = {name: " ".join(map(str, value)) if isinstance(value, list) else value for name, value in counts.items()}
     return f": {', '.join(f'{name} {value}' for name, value in lists.items())}" if lists else ""
 

@@ -36,7 +36,8 @@ def test_a_committed_record_is_counted(kind: str) -> None:
     assert all(value for key, value in found.items() if key in ("cases", "kernels", "launches of 1/2", "caught"))
 
 
-JUNIT = b"""<?xml version="1.0"?><testsuites><testsuite name="pytest" tests="4">
+JUNIT = b"""<?xml version="1.0"?><testsuites><testsuite name="pytest" errors="1" failures="1" skipped="1" tests="4">
+<testcase classname="tests.a" name="interrupted"/>
 <testcase classname="tests.a" name="good" time="1"/>
 <testcase classname="tests.a" name="bad[1]"><failure message="x">E</failure></testcase>
 <testcase classname="tests.b" name="worse"><error message="setup">E</error></testcase>
