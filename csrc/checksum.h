@@ -3,15 +3,11 @@
 #pragma once
 #include <cstdint>
 
-#ifdef __CUDACC__
-#define KD_BOTH __host__ __device__
-#else
-#define KD_BOTH
-#endif
+#include "both.h"
 
 namespace kdtree {
 
-KD_BOTH inline uint64_t checksum_term(uint32_t word, uint64_t place) {
+KDTREE_BOTH uint64_t checksum_term(uint32_t word, uint64_t place) {
   uint64_t h = word + (place + 1) * 0x9e3779b97f4a7c15ULL;
   h ^= h >> 32;
   h *= 0xd6e8feb86659fd93ULL;

@@ -35,7 +35,7 @@ class EarlyArrival:
     def __str__(self) -> str:
         return (
             f"{self.kernel}: {self.arrival.address:04x} {self.arrival.text} arrives while"
-            f" {self.read.address:04x} {self.read.text} is under way: put reads_done() (box_copy.cuh) before it"
+            f" {self.read.address:04x} {self.read.text} is under way: put reads_done() (barrier.cuh) before it"
         )
 
 

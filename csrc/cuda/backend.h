@@ -162,7 +162,7 @@ class CudaBackend final : public Backend {
   stream::RowLaunch plan_row(const char* name, const MoeArgs& a, bool down);  // of one row; none where choose_boxes' kernels must
   void launch_row(const char* name, const MoeArgs& a, bool down, const stream::RowLaunch& plan, bool routed, const RouterArgs* choice, const cuda::StreamMoeParams& p);
   bool rows_serve(const MoeArgs& a);  // both products are by launch_row, whether or not they are asked for together
-  void put_side_by_side(const UnshardArgs& a, bool ordered);  // ordered: the first part in the order in which int4 is multiplied (stream.cuh)
+  void put_side_by_side(const UnshardArgs& a, bool ordered);  // ordered: the first part in the order in which int4 is multiplied (nibbles.cuh)
 
   // MLA in bf16 on tensor cores (mla_plan.h says for which shapes). prepare_on_tensor_cores: false where the generic kernel must.
   bool prepare_on_tensor_cores(const MlaPrepareArgs& a);

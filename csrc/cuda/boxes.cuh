@@ -1,43 +1,16 @@
-// A unit's products from a box of weights (box_copy.cuh) as linear has them, and sums sent between the blocks of a cluster.
+// A unit's products from a box of weights (box_copy.cuh) as linear has them.
 //
 // A unit's products are multiply_unit's (stream.cuh) in every bit; a segment's sum is whole_sum's.
 #pragma once
-#include "box_copy.cuh"
-#include "stream.cuh"
+#include "../stream_plan.h"
+#include "device.cuh"
+#include "nibbles.cuh"
+#include "ptx.cuh"
 
 namespace kdtree {
 namespace cuda {
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-
-__device__ __forceinline__ void store_shared(uint32_t at, const float (&v)[4]) {
-  asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(at), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]) : "memory");
-}
-__device__ __forceinline__ void store_shared(uint32_t at, const float (&v)[2]) {
-  asm volatile("st.shared.v2.f32 [%0], {%1,%2};" ::"r"(at), "f"(v[0]), "f"(v[1]) : "memory");
-}
-// The address that block `rank` of the cluster has for what stands at `at` in this block.
-__device__ __forceinline__ uint32_t cluster_address(uint32_t at, int rank) {
-  uint32_t there;
-  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(at), "r"(rank));
-  return there;
-}
-// Writes to another block's shared memory; its barrier there counts the bytes as they come.
-__device__ __forceinline__ void send(uint32_t to, const float (&v)[4], uint32_t barrier) {
-  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1,%2,%3,%4}, [%5];" ::"r"(to), "f"(v[0]), "f"(v[1]),
-               "f"(v[2]), "f"(v[3]), "r"(barrier)
-               : "memory");
-}
-__device__ __forceinline__ void send(uint32_t to, const float (&v)[2], uint32_t barrier) {
-  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1,%2}, [%3];" ::"r"(to), "f"(v[0]), "f"(v[1]), "r"(barrier)
-               : "memory");
-}
-
-// The wait of a barrier of CL > 1 blocks; a block alone has nothing to wait for.
-template <int CL>
-__device__ __forceinline__ void cluster_wait_others() {
-  if constexpr (CL > 1) cluster_wait<CL>();
-}
 
 // A segment's sum from what its units gave.
 template <WeightKind KIND>
@@ -86,8 +59,8 @@ __device__ __forceinline__ void multiply_box_unit(float (&acc)[MT][NT][VALUES], 
 #pragma unroll
         for (int mt = 0; mt < MT; ++mt) {
           const uint32_t low = words[mt][2 * j], high = words[mt][2 * j + 1];
-          const uint32_t first[4] = {low_pair(low), low_pair(high), high_pair(low), high_pair(high)};
-          later[mt][0] = low_pair(low >> 8), later[mt][1] = low_pair(high >> 8), later[mt][2] = high_pair(low >> 8), later[mt][3] = high_pair(high >> 8);
+          uint32_t first[4];
+          quarter_fragments(first, later[mt], low, high);
 #pragma unroll
           for (int nt = 0; nt < NT; ++nt) multiply_add(sum[mt][nt], first, x[nt].x, x[nt].y, zero);
         }
@@ -127,13 +100,6 @@ __device__ __forceinline__ void multiply_box_unit(float (&acc)[MT][NT][VALUES], 
       }
     }
   }
-}
-
-// So many blocks of 64 elements of all rows of activations from block `first` on.
-__device__ __forceinline__ void copy_blocks(uint32_t to, const CUtensorMap* map, int first, uint32_t barrier) {
-  asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %3, %4}], [%2];" ::"r"(to),
-               "l"(map), "r"(barrier), "r"(0), "r"(first)
-               : "memory");
 }
 
 #endif  // __CUDA_ARCH_FEAT_SM90_ALL

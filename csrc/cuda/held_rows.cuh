@@ -1,13 +1,13 @@
 // The norm of a few rows as linear stages them: a warp reads its pieces once and holds them from the sum of squares to the rounded value.
 #pragma once
-#include "stream.cuh"
+#include "staged_rows.cuh"
 
 namespace kdtree {
 namespace cuda {
 
 // A block has kSegments/CL segments of K of every row; a task is one of a row, and a warp has the tasks warp, warp + WARPS, ..., at most TASKS, all of
 // one segment, of at most PIECES * 128 elements. Of a piece lane l holds elements 4l .. 4l + 3.
-// Order: square_rows and inverse_rows (stream.cuh), in every bit; what is staged are stage_normed_rows' values in K's order, in blocks of 64 elements
+// Order: square_rows and inverse_rows (staged_rows.cuh), in every bit; what is staged are stage_normed_rows' values in K's order, in blocks of 64 elements
 // of all rows as the bulk copy engine would bring them, 128-byte rows swizzled.
 template <int TASKS, int PIECES, int CL, int WARPS>
 struct HeldRows {

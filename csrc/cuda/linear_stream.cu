@@ -5,6 +5,8 @@
 // its segments in shared memory as bf16, and the segments' sums meet through distributed shared memory in ascending order.
 // Reduction order: stream.cuh; the norm's sum of squares likewise by segments. Neither depends on M, CL, MT, NT or the grid.
 #include "backend.h"
+#include "cluster.cuh"
+#include "staged_rows.cuh"
 #include "stream.cuh"
 
 namespace kdtree {

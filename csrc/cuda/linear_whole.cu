@@ -9,7 +9,7 @@
 // nobody has long to wait. Half of the columns of a tile are added by either warpgroup.
 // Reduction order: stream.cuh; the bits are linear_wide.cu's.
 #include "backend.h"
-#include "boxes.cuh"
+#include "cluster.cuh"
 #include "wide_boxes.cuh"
 
 namespace kdtree {

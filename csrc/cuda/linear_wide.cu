@@ -16,6 +16,8 @@
 #include <algorithm>
 
 #include "backend.h"
+#include "barrier.cuh"
+#include "cluster.cuh"
 #include "stream_wide.cuh"
 
 namespace kdtree {
@@ -61,7 +63,7 @@ __global__ __launch_bounds__(kWideWarps * kWarp, 1) void wide_kernel(const __gri
     copy_commit();
   };
 
-  if (threadIdx.x < chunks) full_init(full + threadIdx.x);
+  if (threadIdx.x < chunks) barrier_init(shared_address(full + threadIdx.x), 1);
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   __syncthreads();
   cluster_arrive<kWideCluster>();
@@ -72,7 +74,7 @@ __global__ __launch_bounds__(kWideWarps * kWarp, 1) void wide_kernel(const __gri
   const int counted = load_early(p.n_rows);
   if (threadIdx.x == 0) {
     for (int c = 0; c < chunks; ++c) {
-      full_expect(full + c, kChunkBytes);
+      barrier_expect(shared_address(full + c), kChunkBytes);
       copy_chunk<kWideCluster>(b + (c + 1) * kChunkBytes, &p.x, unit * UNIT + c * kWideChunk, full + c, rank);
     }
   }
@@ -80,7 +82,7 @@ __global__ __launch_bounds__(kWideWarps * kWarp, 1) void wide_kernel(const __gri
   // All chunks before the first product: the fence that lets wgmma see them waits for the warp's copies in flight, and would empty the ring
   // each time if it came between products.
   for (int c = 0; c < chunks; ++c) {
-    full_wait(full + c, 0);
+    barrier_wait(shared_address(full + c), 0);
     Pieces<kWideWarps, kChunkBytes / 512 / kWideWarps> pieces;
     pieces.load(b + (c + 1) * kChunkBytes, warp, lane);
     pieces.store(staged + c * kChunkBytes, warp, lane, p.ordered);

@@ -15,6 +15,7 @@
 #include <algorithm>
 
 #include "backend.h"
+#include "cluster.cuh"
 #include "wide_boxes.cuh"
 
 namespace kdtree {

@@ -4,7 +4,9 @@
 #include <cuda.h>
 #include <cuda_bf16.h>
 
+#include "barrier.cuh"
 #include "mla_fold.cuh"
+#include "ptx.cuh"
 #include "wgmma.cuh"
 
 namespace kdtree {
@@ -101,18 +103,10 @@ __device__ __forceinline__ int count_units(const HopperParams& p, int parts) {
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
-__device__ __forceinline__ uint32_t shared_address(const void* p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
-
-__device__ __forceinline__ void barrier_init(unsigned long long* b, int count) {
-  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(b)), "r"(count) : "memory");
-}
-__device__ __forceinline__ void barrier_arrive(unsigned long long* b) {
-  asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(shared_address(b)) : "memory");
-}
-// Arrives, and so many bytes of the bulk copy engine are still to come.
-__device__ __forceinline__ void barrier_expect(unsigned long long* b, int bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(b)), "r"(bytes) : "memory");
-}
+// Barriers where they stand in HopperShared.
+__device__ __forceinline__ void barrier_init(unsigned long long* b, int arrivals) { barrier_init(shared_address(b), arrivals); }
+__device__ __forceinline__ void barrier_arrive(unsigned long long* b) { barrier_arrive(shared_address(b)); }
+__device__ __forceinline__ void barrier_expect(unsigned long long* b, int bytes) { barrier_expect(shared_address(b), bytes); }
 __device__ __forceinline__ void barrier_wait(unsigned long long* b, int parity) {
   asm volatile(
       "{\n.reg .pred p;\nwait:\nmbarrier.try_wait.parity.shared.b64 p, [%0], %1;\n@p bra done;\nbra wait;\ndone:\n}\n" ::"r"(
@@ -134,19 +128,9 @@ __device__ __forceinline__ void fence_tensor_cores() { asm volatile("fence.proxy
 constexpr int kMeetEven = 1, kMeetOdd = 2, kEvenReady = 3, kOddReady = 4, kGathered = 5, kPlanned = 6, kPlannedGather = 7,
               kInitialized = 8;
 
-__device__ __forceinline__ void copy16(uint32_t to, const void* from, bool there) {
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(there ? 16 : 0) : "memory");
-}
 // So many bytes of the bulk copy engine are still to come before the barrier's phase ends; who else is waited for arrives later.
 __device__ __forceinline__ void barrier_expect_too(unsigned long long* b, int bytes) {
   asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(shared_address(b)), "r"(bytes) : "memory");
-}
-// True for one lane of a whole warp. The compiler knows that it is one: what only that lane does needs no loop over lanes where an instruction
-// takes uniform registers, as copies and barriers do.
-__device__ __forceinline__ bool elected() {
-  uint32_t chosen;
-  asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.b32 %0, 1, 0, p;\n}\n" : "=r"(chosen));
-  return chosen != 0;
 }
 // A panel by the bulk copy engine.
 __device__ __forceinline__ void copy_box(const CUtensorMap& map, uint32_t to, unsigned long long* full, int column, int slot) {
@@ -170,12 +154,6 @@ __device__ __forceinline__ float exp2_fast(float x) {
   return y;
 }
 
-__device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
-  uint32_t r;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
-  return r;
-}
-
 __device__ __forceinline__ uint32_t pack_half(float low, float high) {
   uint32_t r;
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
@@ -195,13 +173,6 @@ __device__ __forceinline__ void store_matrices(uint32_t row, uint32_t a, uint32_
 
 __device__ __forceinline__ void load_matrices(uint32_t& a, uint32_t& b, uint32_t row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];" : "=r"(a), "=r"(b) : "r"(row) : "memory");
-}
-
-__device__ __forceinline__ void load_matrices(uint32_t (&m)[4], uint32_t row) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
-               : "r"(row)
-               : "memory");
 }
 
 #endif  // __CUDA_ARCH_FEAT_SM90_ALL

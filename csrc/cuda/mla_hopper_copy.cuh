@@ -140,8 +140,8 @@ __device__ __forceinline__ void gather_half(const HopperParams& p, HopperShared&
 #pragma unroll 1
   for (int key = first; key < last; key += 8) {
     const int at = position + key + line;
-    const bool there = at < keys;
-    const int slot = !there ? 0 : at < s.kv_len ? at : s.kv_len + path[at - s.kv_len];
+    const uint32_t there = at < keys ? 16 : 0;
+    const int slot = there == 0 ? 0 : at < s.kv_len ? at : s.kv_len + path[at - s.kv_len];
     const uint32_t row = to + key * 128;
     const __nv_bfloat16* lat = p.latent + static_cast<size_t>(slot) * kHopperRank + half * (kHopperRank / 2) + piece * 8;
 #pragma unroll

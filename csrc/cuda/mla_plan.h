@@ -5,17 +5,12 @@
 // where splits begin depends on the row's keys alone, so the same row is cut the same way in every step, alone or in any tree.
 // More splits are more blocks for few rows and more sums to write and fold for many.
 #pragma once
+#include "../both.h"
 #include "../ops.h"
 
 namespace kdtree {
 
 constexpr int kKeyChunk = 64;
-
-#ifdef __CUDACC__
-#define KD_BOTH __host__ __device__
-#else
-#define KD_BOTH
-#endif
 
 constexpr int kMaxSplits = 33;
 
@@ -23,17 +18,17 @@ constexpr int kMaxSplits = 33;
 // would otherwise take as long as a chunk.
 constexpr int kMoreKeys = 8;
 
-KD_BOTH constexpr int chunks_of(int keys) { return keys <= kKeyChunk ? 1 : (keys - kMoreKeys + kKeyChunk - 1) / kKeyChunk; }
+KDTREE_BOTH constexpr int chunks_of(int keys) { return keys <= kKeyChunk ? 1 : (keys - kMoreKeys + kKeyChunk - 1) / kKeyChunk; }
 
 // Two chunks a split until there are 16 of them, which for 8 rows are a round of an H200's 132 multiprocessors and for 16 rows two; with 33
 // any multiple of four rows is whole rounds. It does not fall with the keys.
-KD_BOTH constexpr int splits_of(int keys) {
+KDTREE_BOTH constexpr int splits_of(int keys) {
   const int chunks = chunks_of(keys);
   return chunks <= 32 ? (chunks + 1) / 2 : chunks <= 640 ? 16 : kMaxSplits;
 }
 
 // First chunk of a split: all have as many chunks, or one more. Split splits_of(keys) begins at the end.
-KD_BOTH constexpr int split_begin(int split, int splits, int chunks) { return split * chunks / splits; }
+KDTREE_BOTH constexpr int split_begin(int split, int splits, int chunks) { return split * chunks / splits; }
 
 // No row of up to max_keys keys has more splits than this.
 constexpr int splits_bound(int max_keys) { return splits_of(max_keys); }
@@ -41,7 +36,7 @@ constexpr int splits_bound(int max_keys) { return splits_of(max_keys); }
 // Blocks that share a unit of attention (row, 64 heads, split), each for as many of the 512 columns: two where that leaves a third of the
 // multiprocessors free, because each reads all of the unit's keys, and L2 gives no more. A column's sums take nothing from another's, so
 // no bit depends on it and the number of rows may decide.
-KD_BOTH constexpr int column_parts(int units, int multiprocessors) { return 3 * units <= multiprocessors ? 2 : 1; }
+KDTREE_BOTH constexpr int column_parts(int units, int multiprocessors) { return 3 * units <= multiprocessors ? 2 : 1; }
 
 constexpr int kPartHeads = 64;  // heads of a unit of attention
 constexpr int kPartRank = 512;
@@ -83,7 +78,5 @@ constexpr bool values_on_tensor_cores(const MlaDims& d, bool clusters) {
 // The values fold attention's splits themselves, which spares a launch, while their rows fit one tile; beyond, a kernel that does nothing
 // else folds faster. The bits are the same.
 constexpr bool values_fold(int rows) { return rows <= 16; }
-
-#undef KD_BOTH
 
 }  // namespace kdtree

@@ -51,12 +51,12 @@ __device__ __forceinline__ void write_cache_row(const PrepareParams& p, int m, i
     const float4 v = *reinterpret_cast<const float4*>(kv + r), w = __ldg(reinterpret_cast<const float4*>(p.kv_norm_w + r));
     const auto normed = [&](float x, float weight) { return __fmul_rn(__fmul_rn(x, inverse), weight); };
     *reinterpret_cast<uint2*>(latent + r) =
-        make_uint2(bf16_pair(normed(v.x, w.x), normed(v.y, w.y)), bf16_pair(normed(v.z, w.z), normed(v.w, w.w)));
+        make_uint2(pack_bf16(normed(v.x, w.x), normed(v.y, w.y)), pack_bf16(normed(v.z, w.z), normed(v.w, w.w)));
   }
   uint32_t* k_rope = reinterpret_cast<uint32_t*>(static_cast<__nv_bfloat16*>(p.cache.k_rope) + static_cast<size_t>(kv_len + m) * rope);
   for (int pair = lane; pair < rope / 2; pair += kWarp) {
     const float2 y = rotate(*reinterpret_cast<const float2*>(kv + rank + 2 * pair), angle(p, position, pair));
-    k_rope[pair] = bf16_pair(y.x, y.y);
+    k_rope[pair] = pack_bf16(y.x, y.y);
   }
 }
 
@@ -71,7 +71,7 @@ __device__ __forceinline__ void stage_rows(const PrepareParams& p, Shared& s, co
 #pragma unroll
   for (int i = 0; i < kTurns; ++i) {
     if (warp + i * kWarps < rows)
-      *reinterpret_cast<uint2*>(&s.rows[warp + i * kWarps][4 * lane]) = make_uint2(bf16_pair(v[i].x, v[i].y), bf16_pair(v[i].z, v[i].w));
+      *reinterpret_cast<uint2*>(&s.rows[warp + i * kWarps][4 * lane]) = make_uint2(pack_bf16(v[i].x, v[i].y), pack_bf16(v[i].z, v[i].w));
   }
 }
 
@@ -86,7 +86,7 @@ __device__ __forceinline__ void rotate_rows(const PrepareParams& p, int head, in
     uint32_t* out = reinterpret_cast<uint32_t*>(static_cast<__nv_bfloat16*>(p.q_rope) + at * p.dims.rope);
     for (int pair = lane; pair < pairs; pair += kWarp) {
       const float2 y = rotate(*reinterpret_cast<const float2*>(in + 2 * pair), angle(p, position, pair));
-      out[pair] = bf16_pair(y.x, y.y);
+      out[pair] = pack_bf16(y.x, y.y);
     }
   }
 }
@@ -108,7 +108,7 @@ __global__ __launch_bounds__(kThreads, 1) void prepare_kernel(const __grid_const
 #pragma unroll 4
   for (int i = threadIdx.x; i < kNope * kColumns / 8; i += kThreads) {
     const int n = i / (kColumns / 8), piece = i % (kColumns / 8) * 8;
-    if (piece < columns) fetch16(shared_of(&s.weights[n][piece]), w + static_cast<size_t>(n) * rank + piece);
+    if (piece < columns) fetch16(shared_address(&s.weights[n][piece]), w + static_cast<size_t>(n) * rank + piece);
   }
   wait_for_previous();
   const size_t row_stride = static_cast<size_t>(heads) * (kNope + p.dims.rope);
@@ -119,13 +119,13 @@ __global__ __launch_bounds__(kThreads, 1) void prepare_kernel(const __grid_const
   fetch_wait();
   __syncthreads();
   uint32_t b[kNope / 16][2][4];  // two tiles of eight columns each
-  const uint32_t at_w = shared_of(&s.weights[lane % 16][warp * 32 + lane / 16 * 8]);
+  const uint32_t at_w = shared_address(&s.weights[lane % 16][warp * 32 + lane / 16 * 8]);
 #pragma unroll
   for (int k = 0; k < kNope / 16; ++k) {
 #pragma unroll
-    for (int c = 0; c < 2; ++c) load_tiles<true>(b[k][c], at_w + (k * 16 * kStride + c * 16) * 2);
+    for (int c = 0; c < 2; ++c) load_transposed(b[k][c], at_w + (k * 16 * kStride + c * 16) * 2);
   }
-  const uint32_t at_x = shared_of(&s.rows[lane % 16][lane / 16 * 8]);
+  const uint32_t at_x = shared_address(&s.rows[lane % 16][lane / 16 * 8]);
   for (int m0 = 0; m0 < n_rows; m0 += kRows) {
     const int rows = min(kRows, n_rows - m0);
     if (m0 > 0) {
@@ -139,14 +139,14 @@ __global__ __launch_bounds__(kThreads, 1) void prepare_kernel(const __grid_const
 #pragma unroll
       for (int k = 0; k < kNope / 16; ++k) {
         uint32_t a[4];
-        load_tiles<false>(a, at_x + (tile * kRowStride + k * 16) * 2);
+        load_matrices(a, at_x + (tile * kRowStride + k * 16) * 2);
 #pragma unroll
         for (int c = 0; c < 4; ++c) multiply(d[c], a, b[k][c / 2][c % 2 * 2], b[k][c / 2][c % 2 * 2 + 1]);
       }
       // Through shared memory, so that whole sectors are written.
 #pragma unroll
       for (int i = 0; i < 8; ++i)
-        *reinterpret_cast<uint32_t*>(&s.out[warp][lane / 4 + i % 2 * 8][i / 2 * 8 + lane % 4 * 2]) = bf16_pair(d[i / 2][i % 2 * 2], d[i / 2][i % 2 * 2 + 1]);
+        *reinterpret_cast<uint32_t*>(&s.out[warp][lane / 4 + i % 2 * 8][i / 2 * 8 + lane % 4 * 2]) = pack_bf16(d[i / 2][i % 2 * 2], d[i / 2][i % 2 * 2 + 1]);
       __syncwarp();
 #pragma unroll
       for (int half = 0; half < 2; ++half) {

@@ -55,7 +55,7 @@ __device__ __forceinline__ void cluster_wait() {
 __device__ __forceinline__ void store_to(int to, const float* at, float2 v) {
 #if __CUDA_ARCH__ >= 900
   asm volatile("{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %1;\nst.shared::cluster.v2.f32 [there], {%2, %3};\n}\n" ::"r"(
-                   shared_of(at)),
+                   shared_address(at)),
                "r"(to), "f"(v.x), "f"(v.y)
                : "memory");
 #endif
@@ -82,7 +82,7 @@ __device__ __forceinline__ void fold_rows(const ValueParams& p, Shared& s, int h
     float2 v[4];
     sums.finish(p.parts, splits_at(m), s.weight[m], v);
 #pragma unroll
-    for (int k = 0; k < 4; ++k) *reinterpret_cast<uint32_t*>(&s.x[m][c + k * kOctetStep]) = bf16_pair(v[k].x, v[k].y);
+    for (int k = 0; k < 4; ++k) *reinterpret_cast<uint32_t*>(&s.x[m][c + k * kOctetStep]) = pack_bf16(v[k].x, v[k].y);
     fetch(i + kThreads);
   }
 }
@@ -99,12 +99,12 @@ __global__ __launch_bounds__(kThreads, 1) void value_kernel(const __grid_constan
 #pragma unroll 4
   for (int i = threadIdx.x; i < kOut * kColumns / 8; i += kThreads) {
     const int v = i / (kColumns / 8), piece = i % (kColumns / 8) * 8;
-    fetch16(shared_of(&s.weights[v][piece]), w + static_cast<size_t>(v) * rank + piece);
+    fetch16(shared_address(&s.weights[v][piece]), w + static_cast<size_t>(v) * rank + piece);
   }
   wait_for_previous();
   const auto stage = [&](int m0, int rows) {
     for (int m = warp; m < rows; m += kThreads / kWarp)
-      fetch16(shared_of(&s.x[m][lane * 8]), p.o_lat + (static_cast<size_t>(m0 + m) * heads + head) * rank + column + lane * 8);
+      fetch16(shared_address(&s.x[m][lane * 8]), p.o_lat + (static_cast<size_t>(m0 + m) * heads + head) * rank + column + lane * 8);
   };
   if constexpr (!FOLD) stage(0, min(kRows, p.max_rows));  // the first before it is known how many there are
   const int n_rows = active_rows(p.n_rows, p.max_rows);
@@ -113,10 +113,10 @@ __global__ __launch_bounds__(kThreads, 1) void value_kernel(const __grid_constan
   cluster_wait();
   __syncthreads();
   uint32_t b[kColumns / 16][4];
-  const uint32_t at_w = shared_of(&s.weights[warp * 16 + lane / 16 * 8 + lane % 8][lane % 16 / 8 * 8]);
+  const uint32_t at_w = shared_address(&s.weights[warp * 16 + lane / 16 * 8 + lane % 8][lane % 16 / 8 * 8]);
 #pragma unroll
-  for (int k = 0; k < kColumns / 16; ++k) load_tiles<false>(b[k], at_w + k * 32);
-  const uint32_t at_x = shared_of(&s.x[lane % 16][lane / 16 * 8]);
+  for (int k = 0; k < kColumns / 16; ++k) load_matrices(b[k], at_w + k * 32);
+  const uint32_t at_x = shared_address(&s.x[lane % 16][lane / 16 * 8]);
   const int row = lane / 4, out = warp * 16 + lane % 4 * 2;
   for (int m0 = 0; m0 < n_rows; m0 += kRows) {
     const int rows = min(kRows, n_rows - m0);
@@ -133,7 +133,7 @@ __global__ __launch_bounds__(kThreads, 1) void value_kernel(const __grid_constan
 #pragma unroll
       for (int k = 0; k < kColumns / 16; ++k) {
         uint32_t a[4];
-        load_tiles<false>(a, at_x + (tile * kTileM * kStride + k * 16) * 2);
+        load_matrices(a, at_x + (tile * kTileM * kStride + k * 16) * 2);
         multiply(d[0], a, b[k][0], b[k][1]);
         multiply(d[1], a, b[k][2], b[k][3]);
       }
@@ -153,7 +153,7 @@ __global__ __launch_bounds__(kThreads, 1) void value_kernel(const __grid_constan
       for (int i = 0; i < 2; ++i) {
         const float2 other = *reinterpret_cast<const float2*>(&s.other[tile * 8 + row][out + i * 8]);
         *reinterpret_cast<uint32_t*>(p.o + (static_cast<size_t>(m0 + m) * heads + head) * kOut + out + i * 8) =
-            bf16_pair(__fadd_rn(own[tile][i][0], other.x), __fadd_rn(own[tile][i][1], other.y));
+            pack_bf16(__fadd_rn(own[tile][i][0], other.x), __fadd_rn(own[tile][i][1], other.y));
       }
     }
     if (m0 + kRows >= n_rows) break;

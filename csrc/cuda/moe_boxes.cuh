@@ -5,29 +5,16 @@
 // asks for all boxes, a lane for each ring, so that the others have nothing to do with it but to say when a slot is free. The scales of
 // several boxes come in one piece. Blocks have equal shares of the items (box_plan.h); within a block any warp may have any item, or, where
 // warps share K, the groups have equal shares.
-// Nibbles come as q/4 (box_copy.cuh); an item's sums are multiplied by 4 at its end.
+// Nibbles come as q/4 (nibbles.cuh); an item's sums are multiplied by 4 at its end.
 #pragma once
 #include "../box_plan.h"
 #include "box_copy.cuh"
-#include "moe_items.cuh"
+#include "moe_box_params.cuh"
+#include "nibbles.cuh"
+#include "staged_rows.cuh"
 
 namespace kdtree {
 namespace cuda {
-
-struct BoxMoeParams {
-  CUtensorMap weights, scales, shared;  // boxes of both tensors, of which the first is the one that lies lower in memory
-  StreamMoeParams p;
-  bool up_first, shared_up_first;
-  bool scales_differ;  // the scales' tensors lie in the other order
-  bool early;          // gate and up, staged: the launch before is the router, so that nothing older reads shared_act or writes x
-  int columns;         // that a group's sums have room for
-};
-
-// p with the tensor maps of gate and up or of down, which are made when a launch is enqueued; `wide` boxes of scales at a time.
-BoxMoeParams box_params(const MoeArgs& a, bool down, int wide, bool routed, const StreamMoeParams& p);
-
-constexpr unsigned kPause = 40;  // nanoseconds between looks, where no slot is free
-constexpr int kBoxItems = 8;  // places for a warp's items: those asked for, at least a slot each, the one at hand and the end
 
 template <bool DOWN_, bool STAGED_, int SPLIT_, int WARPS_, int WIDE_, int DEPTH_, int SPAN_, int RESIDENT_>
 struct BoxMoeShape {

@@ -5,8 +5,8 @@
 // An item is 16 weight rows of one expert, for one turn of the rows that chose it: 16 outputs of down, or 8 gate rows and the 8 up rows
 // that meet them, so that the two values of an output stand in one lane.
 #pragma once
-#include "box_copy.cuh"
 #include "combine.cuh"
+#include "nibbles.cuh"
 #include "routes.cuh"
 #include "stream.cuh"
 
@@ -43,9 +43,6 @@ __device__ __forceinline__ uint32_t kept(uint32_t v) {
   return v;
 }
 
-// Where in_order puts element i of a row.
-__device__ __forceinline__ int ordered_place(int i) { return i - i % 8 + (i % 8 < 4 ? i % 8 * 2 : i % 8 * 2 - 7); }
-
 // An item's sums over K for one column, its place among the rows' choices or, of the shared expert, its row, counted from row m0 on: of down,
 // outputs `out` and `out` + 8; else gate's and up's of output `out`.
 template <bool DOWN>
@@ -80,8 +77,7 @@ struct BoxInt4 {
   // The two fragments of a product of group g, as q/4.
   __device__ __forceinline__ void fragments(int g, uint32_t (&a)[4], uint32_t (&b)[4]) const {
     const uint32_t upper = words[g / 2][g % 2 * 2], lower = words[g / 2][g % 2 * 2 + 1];
-    a[0] = low_pair(upper), a[1] = low_pair(lower), a[2] = high_pair(upper), a[3] = high_pair(lower);
-    b[0] = low_pair(upper >> 8), b[1] = low_pair(lower >> 8), b[2] = high_pair(upper >> 8), b[3] = high_pair(lower >> 8);
+    quarter_fragments(a, b, upper, lower);
   }
   __device__ __forceinline__ static float of_pair(uint32_t pair, int g) { return __uint_as_float(g % 2 == 0 ? pair << 16 : pair & 0xffff0000u); }
   __device__ __forceinline__ float scale(int g) const { return of_pair(low[g / 2], g); }

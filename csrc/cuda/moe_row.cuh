@@ -10,7 +10,9 @@
 // block's tiles meet, stand in shared memory in the multiplication's order.
 #pragma once
 #include "../row_plan.h"
-#include "moe_boxes.cuh"
+#include "box_copy.cuh"
+#include "moe_box_params.cuh"
+#include "nibbles.cuh"
 #include "row_choice.cuh"
 #include "row_norm.cuh"
 

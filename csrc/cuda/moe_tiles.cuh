@@ -14,6 +14,7 @@
 #include "../tile_plan.h"
 #include "box_copy.cuh"
 #include "moe_items.cuh"
+#include "nibbles.cuh"
 #include "tickets.cuh"
 
 namespace kdtree {
@@ -54,12 +55,6 @@ struct TileMoeShape {
 struct TileWork {
   int tile, count, first, columns, slot;
 };
-
-// Bytes that follow each other, a multiple of 16.
-__device__ __forceinline__ void copy_run(uint32_t to, const void* from, int bytes, uint32_t barrier) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from), "r"(bytes), "r"(barrier)
-               : "memory");
-}
 
 template <typename S>
 __global__ __launch_bounds__(kTileMoeThreads, S::RESIDENT) void tile_moe_kernel(const __grid_constant__ TileMoeParams q) {

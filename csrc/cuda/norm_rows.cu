@@ -1,9 +1,9 @@
-// Rows of f32 normed and rounded to bf16 in memory, in the order in which products multiply them (stream.cuh): once, for many blocks.
+// Rows of f32 normed and rounded to bf16 in memory, in the order in which products multiply them (nibbles.cuh): once, for many blocks.
 //
 // A block a row; bound by the latency of its row. The bits are those of the products that norm on the way: the sum of squares by
 // segments of K whose ends lie on `granule`.
 #include "backend.h"
-#include "stream.cuh"
+#include "staged_rows.cuh"
 
 namespace kdtree {
 namespace {

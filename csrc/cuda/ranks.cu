@@ -14,7 +14,8 @@
 
 #include "../checksum.h"
 #include "backend.h"
-#include "stream.cuh"
+#include "device.cuh"
+#include "nibbles.cuh"
 
 namespace kdtree {
 namespace {

@@ -3,7 +3,7 @@
 // The segments' sums of the router's logits come by the bulk copy engine, all at once: behind a stream of weights a load takes microseconds.
 // Then the best by score plus bias is found top_k times; of equal ones the lowest id is first.
 #pragma once
-#include "box_copy.cuh"
+#include "barrier.cuh"
 #include "choice.cuh"
 #include "stream.cuh"
 

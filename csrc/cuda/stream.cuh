@@ -12,8 +12,10 @@
 #pragma once
 #include <type_traits>
 
-#include "device.cuh"
 #include "../stream_plan.h"
+#include "device.cuh"
+#include "nibbles.cuh"
+#include "ptx.cuh"
 
 namespace kdtree {
 namespace cuda {
@@ -30,153 +32,12 @@ constexpr int kUnitBytes = 1024;  // 16 rows x 64 bytes; the scales of a tile's 
 template <WeightKind KIND>
 constexpr int kUnitK = stream::unit_of(KIND);
 
-__device__ __forceinline__ uint32_t shared_address(const void* p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
-
-// there: 16, or 0 to write zeros and read nothing.
-__device__ __forceinline__ void copy16(uint32_t to, const void* from, uint32_t there) {
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(there) : "memory");
-}
-__device__ __forceinline__ void copy8(uint32_t to, const void* from) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(to), "l"(from) : "memory");
-}
-__device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int PENDING>
-__device__ __forceinline__ void copy_wait() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
-}
-
-__device__ __forceinline__ void load_matrices(uint32_t (&w)[4], uint32_t at) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-               : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3])
-               : "r"(at)
-               : "memory");
-}
-__device__ __forceinline__ uint4 load_shared16(uint32_t at) {
-  uint4 v;
-  asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at) : "memory");
-  return v;
-}
-__device__ __forceinline__ uint2 load_shared8(uint32_t at) {
-  uint2 v;
-  asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(at) : "memory");
-  return v;
-}
-
-// d = a b + c, 16x8x16, bf16 operands, f32 sums.
-__device__ __forceinline__ void multiply_add(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, const float (&c)[4]) {
-  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%11,%12,%13};"
-      : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(c[0]), "f"(c[1]), "f"(c[2]), "f"(c[3]));
-}
-
-// Nibbles e and e+4 of a word (shifted down by 4e) as two bf16 numbers q = nibble - 8, exactly: 0x4300 + nibble is 128 + nibble in bf16.
-__device__ __forceinline__ uint32_t nibble_pair(uint32_t word) {
-  uint32_t v;
-  asm("lop3.b32 %0, %1, 0x000f000f, 0x43004300, 0xea;" : "=r"(v) : "r"(word));
-  asm("fma.rn.bf16x2 %0, %0, %1, %2;" : "+r"(v) : "r"(0x3f803f80u), "r"(0xc308c308u));
-  return v;
-}
-
-__device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
-  uint32_t v;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(v) : "f"(high), "f"(low));
-  return v;
-}
-
-__device__ __forceinline__ uint16_t round_bf16(float v) { return static_cast<uint16_t>(pack_bf16(v, 0.f)); }
-
-// Eight consecutive bf16 numbers in the order in which a lane multiplies them: (0,4) (1,5) (2,6) (3,7), the nibbles' own order.
-__device__ __forceinline__ uint4 in_order(const uint4& v) {
-  return make_uint4(__byte_perm(v.x, v.z, 0x5410), __byte_perm(v.x, v.z, 0x7632), __byte_perm(v.y, v.w, 0x5410),
-                    __byte_perm(v.y, v.w, 0x7632));
-}
-
 // Blocks that registers must leave room for on a multiprocessor: of Hopper's shared memory two blocks get enough, elsewhere one does.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ != 900
 #define KD_RESIDENT(blocks) ((blocks) > 1 ? 1 : (blocks))
 #else
 #define KD_RESIDENT(blocks) (blocks)
 #endif
-
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-#define KD_CLUSTERS 1
-#else
-#define KD_CLUSTERS 0
-#endif
-
-// Barrier of a cluster of CL blocks in two halves; with CL = 1 of the block (then the arrival is nothing and the wait is all of it).
-//
-// What a block wrote to its own shared memory before it arrives, every block of the cluster finds there after its wait. That takes a
-// release of the *cluster's* scope: a block's fence orders its stores for its own threads, which reach shared memory by the same queue,
-// while another block's loads come in by the network and may pass stores that still stand behind copies in that queue. The arrival's own
-// release covers all memory there is, so it waits for the copies in flight and empties the rings; the fence here is a release of this
-// block's shared memory alone (PTX 8.6), after which a relaxed arrival is enough. Loads of other blocks' shared memory before an arrival
-// have come back by then, because every thread has used what it loaded.
-template <int CL>
-__device__ __forceinline__ void cluster_arrive() {
-#if KD_CLUSTERS
-  if constexpr (CL > 1) {
-#if __CUDACC_VER_MAJOR__ * 100 + __CUDACC_VER_MINOR__ >= 1208
-    asm volatile("fence.release.sync_restrict::shared::cta.cluster;" ::: "memory");
-    __syncwarp();
-    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
-#else
-    __syncwarp();
-    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-#endif
-  }
-#endif
-}
-template <int CL>
-__device__ __forceinline__ void cluster_wait() {
-#if KD_CLUSTERS
-  if constexpr (CL > 1) asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
-#endif
-  if constexpr (CL == 1) __syncthreads();
-}
-template <int CL>
-__device__ __forceinline__ int cluster_rank() {
-#if KD_CLUSTERS
-  if constexpr (CL > 1) {
-    uint32_t rank;
-    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-    return static_cast<int>(rank);
-  }
-#endif
-  return 0;
-}
-// Reads shared memory of block `rank` of the cluster, at the place that `at` is in this block.
-template <int CL>
-__device__ __forceinline__ float4 load_cluster16(uint32_t at, int rank) {
-  float4 v;
-#if KD_CLUSTERS
-  if constexpr (CL > 1) {
-    uint32_t there;
-    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(at), "r"(rank));
-    asm volatile("ld.shared::cluster.v4.f32 {%0,%1,%2,%3}, [%4];"
-                 : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
-                 : "r"(there)
-                 : "memory");
-    return v;
-  }
-#endif
-  asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(at) : "memory");
-  return v;
-}
-template <int CL>
-__device__ __forceinline__ float load_cluster4(uint32_t at, int rank) {
-  float v;
-#if KD_CLUSTERS
-  if constexpr (CL > 1) {
-    uint32_t there;
-    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(at), "r"(rank));
-    asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(v) : "r"(there) : "memory");
-    return v;
-  }
-#endif
-  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(at) : "memory");
-  return v;
-}
 
 // Where a warp's copies come from: its lane's places in the units of one tile's segment.
 struct TileSource {
@@ -340,122 +201,6 @@ __device__ __forceinline__ void multiply_unit(float (&acc)[MT][ALL][4], uint32_t
       }
     }
   }
-}
-
-// Sums of squares of `rows` rows of x over this block's segments, sq[row * SPC + local segment]: a warp a sum, lane l adds elements
-// 4l..4l+3 of every 128, ascending; butterfly.
-template <int SPC>
-__device__ __forceinline__ void square_rows(float* sq, const float* x, int ldx, int rows, int k, int granule, int rank) {
-  constexpr int SUMS = 2, AHEAD = 8;  // of a warp at a time, and pieces of each: all asked for before the first is there
-  const int lane = threadIdx.x % kWarp, warps = blockDim.x / kWarp, units = (k + granule - 1) / granule;
-  for (int first = threadIdx.x / kWarp; first < rows * SPC; first += SUMS * warps) {
-    const float* p[SUMS];
-    int left[SUMS];  // elements from the lane's next one to the segment's end
-    float ss[SUMS];
-#pragma unroll
-    for (int j = 0; j < SUMS; ++j) {
-      const int task = first + j * warps, s = rank * SPC + task % SPC, begin = segment_begin(s, units) * granule;
-      p[j] = x + static_cast<size_t>(task / SPC) * ldx + begin + 4 * lane;
-      left[j] = task < rows * SPC ? min(segment_begin(s + 1, units) * granule, k) - begin - 4 * lane : 0;
-      ss[j] = 0.f;
-    }
-    for (int at = 0; at < max(left[0], left[SUMS - 1]); at += AHEAD * 4 * kWarp) {
-      float4 v[SUMS][AHEAD];
-#pragma unroll
-      for (int j = 0; j < SUMS; ++j)
-#pragma unroll
-        for (int i = 0; i < AHEAD; ++i) {
-          const int place = at + i * 4 * kWarp;
-          v[j][i] = place < left[j] ? *reinterpret_cast<const float4*>(p[j] + place) : make_float4(0.f, 0.f, 0.f, 0.f);
-        }
-#pragma unroll
-      for (int j = 0; j < SUMS; ++j)
-#pragma unroll
-        for (int i = 0; i < AHEAD; ++i) {  // past the end zeros, which leave a sum of squares as it is
-          ss[j] = __fmaf_rn(v[j][i].x, v[j][i].x, ss[j]), ss[j] = __fmaf_rn(v[j][i].y, v[j][i].y, ss[j]);
-          ss[j] = __fmaf_rn(v[j][i].z, v[j][i].z, ss[j]), ss[j] = __fmaf_rn(v[j][i].w, v[j][i].w, ss[j]);
-        }
-    }
-#pragma unroll
-    for (int j = 0; j < SUMS; ++j) {
-      ss[j] = warp_sum(ss[j]);
-      if (lane == 0 && first + j * warps < rows * SPC) sq[first + j * warps] = ss[j];
-    }
-  }
-}
-
-// 1/rms of the rows from the cluster's sums of squares, segments ascending. Ends with a barrier of the block.
-template <int CL, int SPC>
-__device__ __forceinline__ void inverse_rows(float* inverse, const float* sq, int rows, int k, float eps) {
-  cluster_arrive<CL>();
-  cluster_wait<CL>();
-  for (int row = threadIdx.x; row < rows; row += blockDim.x) {
-    float part[kSegments];
-#pragma unroll
-    for (int s = 0; s < kSegments; ++s) part[s] = load_cluster4<CL>(shared_address(sq + row * SPC + s % SPC), s / SPC);
-#pragma unroll
-    for (int s = 1; s < kSegments; ++s) part[0] = __fadd_rn(part[0], part[s]);
-    inverse[row] = inverse_rms(part[0], k, eps);
-  }
-  __syncthreads();
-}
-
-// Puts rows of x over [k_begin, k_begin + length) into shared memory as bf16 in the multiplication's order; beyond `rows` and k are zeros.
-// AHEAD: pieces of eight elements that a thread has in flight. piece(row, k): one of them. between(): called once, behind the first loads.
-template <int AHEAD, typename Piece, typename Between>
-__device__ __forceinline__ void stage_pieces(uint8_t* staged, int stride, int rows, int columns, int k, int k_begin, int length,
-                                             const Piece& piece, const Between& between) {
-  const int pieces = max(length / 8, 1), threads = static_cast<int>(blockDim.x), thread = static_cast<int>(threadIdx.x);
-  if (length == 0) columns = 0;
-  bool begun = false;
-  // A thread's pieces are `threads` apart: so many rows and so many pieces.
-  const int rows_on = threads / pieces, pieces_on = threads - rows_on * pieces;
-  int row = thread / pieces, at = thread - row * pieces;
-  while (row < columns || !begun) {
-    uint4 v[AHEAD];
-    int to[AHEAD];
-#pragma unroll
-    for (int a = 0; a < AHEAD; ++a) {
-      const int from = k_begin + at * 8;
-      v[a] = row < rows && from < k ? piece(row, from) : make_uint4(0, 0, 0, 0);
-      to[a] = row < columns ? row * stride + at * 16 : -1;
-      row += rows_on, at += pieces_on;
-      if (at >= pieces) at -= pieces, ++row;
-    }
-    if (!begun) between();
-    begun = true;
-#pragma unroll
-    for (int a = 0; a < AHEAD; ++a) {
-      if (to[a] >= 0) *reinterpret_cast<uint4*>(staged + to[a]) = in_order(v[a]);
-    }
-  }
-}
-
-// x bf16, taken as it is. A row begins fewer than 2^31 elements behind the first.
-template <typename Between>
-__device__ __forceinline__ void stage_rows(uint8_t* staged, int stride, const uint16_t* x, int ldx, int rows, int columns, int k,
-                                           int k_begin, int length, const Between& between) {
-  const auto piece = [&](int row, int at) { return *reinterpret_cast<const uint4*>(x + (row * ldx + at)); };
-  if (columns * length <= 4 * 8 * static_cast<int>(blockDim.x)) {  // one row: half of the loads would have nothing to do
-    stage_pieces<4>(staged, stride, rows, columns, k, k_begin, length, piece, between);
-  } else {
-    stage_pieces<8>(staged, stride, rows, columns, k, k_begin, length, piece, between);
-  }
-}
-
-// x f32: r(x * inverse[row] * norm_w).
-__device__ __forceinline__ void stage_normed_rows(uint8_t* staged, int stride, const float* x, int ldx, int rows, int columns, int k,
-                                                  int k_begin, int length, const float* norm_w, const float* inverse) {
-  stage_pieces<4>(staged, stride, rows, columns, k, k_begin, length, [&](int row, int at) {
-    const float4* p = reinterpret_cast<const float4*>(x + (row * ldx + at));
-    const float4* g = reinterpret_cast<const float4*>(norm_w + at);
-    const float4 lo = p[0], hi = p[1], gl = __ldg(g), gh = __ldg(g + 1);
-    const float f = inverse[row];
-    return make_uint4(pack_bf16(__fmul_rn(__fmul_rn(lo.x, f), gl.x), __fmul_rn(__fmul_rn(lo.y, f), gl.y)),
-                      pack_bf16(__fmul_rn(__fmul_rn(lo.z, f), gl.z), __fmul_rn(__fmul_rn(lo.w, f), gl.w)),
-                      pack_bf16(__fmul_rn(__fmul_rn(hi.x, f), gh.x), __fmul_rn(__fmul_rn(hi.y, f), gh.y)),
-                      pack_bf16(__fmul_rn(__fmul_rn(hi.z, f), gh.z), __fmul_rn(__fmul_rn(hi.w, f), gh.w)));
-  }, [] {});
 }
 
 }  // namespace cuda

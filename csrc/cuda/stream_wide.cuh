@@ -1,11 +1,12 @@
 // Units of weights times 64 rows of activations by warpgroups: the core of linear_wide.cu and linear_whole.cu, sm_90a only.
 //
 // Four warps' tiles of 16 weight rows are the register operand of wgmma.m64n64k16; activations are read from shared memory, where they
-// stand in the order of nibbles that stream.cuh's do. They come as they lie in memory and are put in order a piece of K at a time.
+// stand in the order of nibbles (nibbles.cuh). They come as they lie in memory and are put in order a piece of K at a time.
 // Reduction order and bits: stream.cuh's.
 #pragma once
 #include <cuda.h>
 
+#include "nibbles.cuh"
 #include "stream.cuh"
 #include "tensor_map.h"
 #include "wgmma.cuh"
@@ -187,22 +188,6 @@ __device__ __forceinline__ void multiply_bf16(float (&acc)[32], uint32_t slot, c
   }
   start_group(acc, a, b, true);
   wgmma_wait<0>(acc, a);
-}
-
-__device__ __forceinline__ void full_init(uint64_t* full) {
-  asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(shared_address(full)) : "memory");
-}
-__device__ __forceinline__ void full_expect(uint64_t* full, uint32_t bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(full)), "r"(bytes) : "memory");
-}
-__device__ __forceinline__ void full_wait(uint64_t* full, uint32_t parity) {
-  uint32_t done;
-  do {
-    asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.shared.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}\n"
-                 : "=r"(done)
-                 : "r"(shared_address(full)), "r"(parity)
-                 : "memory");
-  } while (!done);
 }
 
 // By one thread: a box of all rows at k.

@@ -4,9 +4,10 @@
 // with their scales; a segment that begins or ends between two boxes leaves half of one unread. A third warpgroup puts activations in the nibbles'
 // order where they stand, a chunk after the other, so that products begin with the first. Of a fourth one warp asks for weights and one for
 // activations: the copy engine takes them one after the other, and whoever asks waits.
-// Reduction order: stream.cuh; sums are a fourth, exactly, until a segment's end (box_copy.cuh).
+// Reduction order: stream.cuh; sums are a fourth, exactly, until a segment's end (nibbles.cuh).
 #pragma once
 #include "box_copy.cuh"
+#include "nibbles.cuh"
 #include "stream_wide.cuh"
 
 namespace kdtree {
@@ -64,11 +65,6 @@ __device__ __forceinline__ void start_boxed(float (&d)[32], const uint32_t (&a)[
   wgmma_commit();
 }
 
-// A lane's words of two rows of a group as the register operands of its two steps, as q/4.
-__device__ __forceinline__ void quarter_fragments(uint32_t (&a)[8], uint32_t low, uint32_t high) {
-  a[0] = low_pair(low), a[1] = low_pair(high), a[2] = high_pair(low), a[3] = high_pair(high);
-  a[4] = low_pair(low >> 8), a[5] = low_pair(high >> 8), a[6] = high_pair(low >> 8), a[7] = high_pair(high >> 8);
-}
 // Adds a group's sums times its scales: of a pair of groups, of the lane's row and the one eight below, the one or the `odd` one.
 __device__ __forceinline__ void add_scaled(float (&acc)[32], const float (&sum)[32], uint32_t pair, uint32_t below, bool odd) {
   const float s[2] = {__uint_as_float(odd ? pair & 0xffff0000u : pair << 16), __uint_as_float(odd ? below & 0xffff0000u : below << 16)};
@@ -209,17 +205,17 @@ __device__ __forceinline__ void multiply_segment(float (&acc)[32], WideReader& f
   read(0);
 #pragma unroll 1
   for (int step = 0; step < steps; ++step, b += kChunkBytes >> 4) {
-    quarter_fragments(a[0], from.words[0], from.words[1]);
+    quarter_fragments(a[0], a[0] + 4, from.words[0], from.words[1]);
     start_boxed(sum[0], a[0], b);
-    quarter_fragments(a[1], from.words[2], from.words[3]);
+    quarter_fragments(a[1], a[1] + 4, from.words[2], from.words[3]);
     start_boxed(sum[1], a[1], b + (kHalfBytes >> 4));
     wgmma_wait<1>(sum[0], a[0]);
     add_scaled(acc, sum[0], from.scale.x, from.below.x, false);
-    quarter_fragments(a[0], from.words[4], from.words[5]);
+    quarter_fragments(a[0], a[0] + 4, from.words[4], from.words[5]);
     start_boxed(sum[0], a[0], b + (kBoxBytes >> 4));
     wgmma_wait<1>(sum[1], a[1]);
     add_scaled(acc, sum[1], from.scale.x, from.below.x, true);
-    quarter_fragments(a[1], from.words[6], from.words[7]);
+    quarter_fragments(a[1], a[1] + 4, from.words[6], from.words[7]);
     start_boxed(sum[1], a[1], b + ((kBoxBytes + kHalfBytes) >> 4));
     const uint32_t pair = from.scale.y, below = from.below.y;
     if ((unit + step) % 2 != 0 || step + 1 == steps) from.leave();

@@ -1,10 +1,11 @@
-// Whether blocks of a cluster find what the others wrote behind stream.cuh's barrier, while rings fill from memory that is not in L2. For
+// Whether blocks of a cluster find what the others wrote behind cluster.cuh's barrier, while rings fill from memory that is not in L2. For
 // comparison the same behind a block's fence, and behind none. Prints `NAME WRONG OF` a line; fails if the engine's own barrier does.
 #include <cuda_runtime.h>
 
 #include <cstdio>
 #include <cstdlib>
 
+#include "../../csrc/cuda/cluster.cuh"
 #include "../../csrc/cuda/stream.cuh"
 
 namespace {
