@@ -11,6 +11,7 @@ Exit status: 0 done, 1 the checkpoint is refused, 2 incomplete (interrupted, dis
 from __future__ import annotations
 
 import argparse
+import errno
 import hashlib
 import itertools
 import json
@@ -38,6 +39,8 @@ from refs.drafter_config import TAPS
 from refs.errors import RefError
 
 DONE, REFUSED, INCOMPLETE, USAGE = 0, 1, 2, 3
+NO_PLACE = (errno.ENOENT, errno.ENOTDIR, errno.EROFS, errno.ENAMETOOLONG)
+"""What the same command would meet again."""
 
 
 def id_list(text: str) -> tuple[int, ...]:
@@ -241,5 +244,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("kdtree import: interrupted; the same command goes on from here", file=sys.stderr)
         return INCOMPLETE
     except OSError as error:
+        if error.errno in NO_PLACE:
+            print(f"kdtree import: {said(error)}; name another place with -o", file=sys.stderr)
+            return USAGE
         print(f"kdtree import: {said(error)}; the same command goes on from here", file=sys.stderr)
         return INCOMPLETE

@@ -13,6 +13,7 @@ import fnmatch
 import hashlib
 import hmac
 import os
+import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -125,6 +126,11 @@ def check_pin(name: str, kind: str, blob: bytes, pin: str) -> None:
     )
 
 
+def _removal(name: str, known: Known) -> str:
+    """The line that takes a known key out of its file, which need not be the user's usual one."""
+    return f"ssh-keygen -R '{name}' -f {shlex.quote(known.where.rpartition(':')[0])}"
+
+
 def check(name: str, kind: str, blob: bytes, files: Sequence[Path], accept: Sequence[str]) -> None:
     """Compare the shown key with known_hosts. Raises HostKeyError.
 
@@ -141,14 +147,14 @@ def check(name: str, kind: str, blob: bytes, files: Sequence[Path], accept: Sequ
         raise ChangedHostKey(
             f"{name}: THE SERVER'S KEY HAS CHANGED: it shows {kind} {shown}, {same[0].where} has "
             f"{fingerprint(same[0].blob)}. Somebody may be in between. If its administrator confirms the new key: "
-            f"ssh-keygen -R '{name}', then --accept-new-host-key {shown}"
+            f"{_removal(name, same[0])}, then --accept-new-host-key {shown}"
         )
     if plain:
         have = ", ".join(f"{k.type} ({k.where})" for k in plain)
         raise WrongTypeHostKey(
             f"{name}: the server shows a key of type {kind} ({shown}), but known for it is {have}, "
             f"which it no longer offers. If its administrator confirms the key: "
-            f"ssh-keygen -R '{name}', then --accept-new-host-key {shown}"
+            f"{_removal(name, plain[0])}, then --accept-new-host-key {shown}"
         )
     if shown in accept:
         if not files:

@@ -74,13 +74,13 @@ def _python(host: Host, facts: dict[str, Any]) -> Iterator[Finding]:
     yield Finding(
         "python", trouble or f"{host.python} {facts['python']}", "set python in hosts.yaml" if trouble else ""
     )
-    for module, version in facts["modules"].items():
+    for package, version in facts["packages"].items():
         fine = version is not None and not version.startswith("broken")
-        if module == "torch" and fine:
+        if package == "torch" and fine:
             fine = _numbers(version) >= TORCH_MINIMUM
-        wanted = "torch>=2.11" if module == "torch" else module
+        wanted = "torch>=2.11" if package == "torch" else package
         remedy = "" if fine else f"install {wanted} for {host.python} there, or send it: --wheels DIR"
-        yield Finding(module, version or "missing", remedy)
+        yield Finding(package, version or "missing", remedy)
 
 
 def _numbers(version: str) -> tuple[int, ...]:

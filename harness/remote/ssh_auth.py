@@ -74,8 +74,11 @@ def authenticate(transport: paramiko.Transport, hop: Hop, limits: Limits) -> Non
         return False
 
     if not within(limits.auth, attempt, f"{hop}: auth: no answer"):
-        what = "; ".join(tried) or "no key found: start an SSH agent with one, or name one in ssh_config (IdentityFile)"
-        raise ConnectionFailed(f"{hop}: auth: user {hop.user} is refused ({what})")
+        remedy = "start an SSH agent with a key, or name one in ssh_config (IdentityFile)"
+        if tried:
+            remedy = "passwords are not used: a key's public half belongs into authorized_keys there"
+        what = "; ".join(tried) or "no key found"
+        raise ConnectionFailed(f"{hop}: auth: user {hop.user} is refused ({what}): {remedy}")
 
 
 def _keys(hop: Hop, remarks: list[str]) -> Iterator[tuple[str, paramiko.PKey]]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.sources import SOURCE_FILE, describe
+from harness.sources import ROOT, SOURCE_FILE, describe
 
 
 def git(folder: Path, *arguments: str) -> str:
@@ -59,3 +59,9 @@ def test_a_worktree_is_of_its_own_commit(outer: Path) -> None:
     (outer / "side" / "new").write_text("x")
     assert describe(outer / "side").commit == git(outer, "rev-parse", "side").strip()
     assert describe(outer / "side").dirty == ("new",)
+
+
+def test_no_two_files_of_tests_have_one_name() -> None:
+    """Whoever asks pytest for the folders of both gets an error for the second."""
+    names = [file.name for file in (ROOT / "tests").rglob("test_*.py")]
+    assert [name for name in set(names) if names.count(name) > 1] == []

@@ -246,6 +246,13 @@ def test_memory_does_not_grow_with_the_checkpoint(tmp_path: Path) -> None:
     assert 20 << 20 < report["peak_rss_bytes"] < 160 << 20
 
 
+def test_a_place_that_will_never_do_is_not_called_incomplete(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(source), "-o", str(tmp_path / f"{'n' * 245}.kdtr")]) == USAGE
+    assert "File name too long; name another place with -o" in capsys.readouterr().err
+
+
 def test_an_existing_target_stays(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = tmp_path / "out.kdtr"
     target.write_bytes(b"precious")

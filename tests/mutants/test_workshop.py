@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import os
 import subprocess
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from harness.mutants.build import CompileError, Unit, Workshop
 from harness.mutants.catalogue import Edit, Fault
 from harness.mutants.result import Result
 from harness.mutants.run import Outcome
+from tests import processes
 
 NINJA = """\
 ninja_required_version = 1.3
@@ -220,3 +222,12 @@ def test_old_objects_and_leftovers_go_and_others_stay(
     monkeypatch.setattr(mutants_build, "UNUSED_SECONDS", -1.0)
     workshop.prune()
     assert list((tmp_path / "home" / "objects").iterdir()) == list((tmp_path / "home" / "planted").iterdir()) == []
+
+
+def test_a_compiler_that_takes_too_long_ends_with_its_shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would go on writing into a folder that is being removed."""
+    monkeypatch.setattr(mutants_build, "COMPILE_SECONDS", 0.5)
+    seconds = f"1{os.getpid()}.75"  # that no other process sleeps
+    with pytest.raises(CompileError, match=r"took longer than 0\.5 s"):
+        mutants_build.run(f"sleep {seconds}; true", tmp_path)
+    assert processes.running(seconds) == []

@@ -233,6 +233,7 @@ def test_doctor_says_what_is_missing_and_changes_nothing(remote: Remote, tmp_pat
     assert not found["torch"]["ok"]
     assert found["torch"]["found"] == "missing"
     assert "--wheels" in found["torch"]["remedy"]
+    assert "install pytest-xdist for" in found["pytest-xdist"]["remedy"]  # the package's name, not the module's
     assert found["features"]["found"] == "missing: avx-none"
     assert found["lock"]["found"] == "free"
     assert [entry for entry in report["good"] if not entry["ok"]] == []

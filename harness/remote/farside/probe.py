@@ -19,14 +19,14 @@ found = {}
 for module, package in json.loads(sys.argv[1]).items():
     try:
         importlib.import_module(module)
-        found[module] = importlib.metadata.version(package)
+        found[package] = importlib.metadata.version(package)
     except Exception as error:
-        found[module] = None if isinstance(error, ModuleNotFoundError) else "broken: %s" % error
+        found[package] = None if isinstance(error, ModuleNotFoundError) else "broken: %s" % error
 torch = sys.modules.get("torch")
 cuda = bool(torch) and torch.cuda.is_available()
 print(json.dumps({
     "python": "%d.%d.%d" % sys.version_info[:3],
-    "modules": found,
+    "packages": found,
     "torch_cuda": (torch.version.cuda or "") if torch else "",
     "torch_archs": torch.cuda.get_arch_list() if cuda else [],
     "torch_gpus": torch.cuda.device_count() if cuda else 0,
@@ -117,5 +117,5 @@ def _modules(python: str, env: Mapping[str, str]) -> dict[str, Any]:
     try:
         facts = json.loads(text.splitlines()[-1])
     except (IndexError, ValueError):
-        return {"python": "", "python_trouble": trouble or "no answer", "modules": {}}
+        return {"python": "", "python_trouble": trouble or "no answer", "packages": {}}
     return {**facts, "python_trouble": ""}
