@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -41,3 +42,11 @@ def no_waiting_for_the_disk() -> Iterator[None]:
         for name in ("fsync", "fdatasync"):
             changed.setattr(os, name, lambda file: None, raising=False)
         yield
+
+
+@pytest.fixture
+def heeds_ctrl_c() -> Iterator[None]:
+    """For tests in which this process gets SIGINT: a script's background job ignores it, and so do those it starts."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)

@@ -167,6 +167,7 @@ def test_a_stage_ends_with_all_that_it_started(
     assert time.monotonic() - began < 2 * PATIENCE
 
 
+@pytest.mark.usefixtures("heeds_ctrl_c")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_ends_the_run_and_what_had_ended_is_kept(
     tmp_path: Path, known: dict[str, Stage], go: Go, made: Path, number: int
