@@ -20,6 +20,7 @@ from harness.cells import FAILED as SOME_FAILED
 from harness.cells import INCOMPLETE, INFRASTRUCTURE
 from harness.cells import PASSED as ALL_PASSED
 from harness.cli import Parser, output
+from harness.describe import WIDTH
 from harness.environment import processors, survey
 from harness.evidence import record, schedule
 from harness.evidence.record import EvidenceError, Folder
@@ -36,7 +37,6 @@ ENDING = GRACE + LEFT_BEHIND + PATIENCE  # seconds that a stage may take to end 
 LEAST = 60.0
 TICK = 0.2
 KEEP_EVERY, TELL_EVERY = 15.0, 30.0
-WIDTH = 120
 REHEARSAL, REHEARSED_SECONDS = "rehearsal", 60.0
 
 

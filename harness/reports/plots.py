@@ -10,7 +10,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-WIDTH, HEIGHT = 360, 170
 LEFT, RIGHT, TOP, BOTTOM = 52, 350, 12, 138  # of the plotting area, in the units of the view box
 DECADES = 12  # float32 noise and float64 goldens lie no further apart; smaller values are drawn at the bottom
 STYLES = 6  # line styles that the page tells apart by colour and dashes
