@@ -107,12 +107,13 @@ __global__ __launch_bounds__(kThreads, 1) void whole_kernel(const __grid_constan
   if (threadIdx.x == 0) barrier_expect(shared_address(&met), (kWholeCluster - 1) * EACH * 4 * FRAGMENT * eights);
   const int first = begin_of(warpgroup), steps = begin_of(warpgroup + 1) - first, chunk = first - unit;
   WideReader reader(ring_of(warpgroup), quarter, lane);
+  const uint32_t ordered_at = kept(shared_address(in_order_at + chunk));
   const uint32_t mine = quarter * 8 * FRAGMENT + lane * 16;  // a lane's place in a segment's sums
   float acc[32];
 #pragma unroll 1
   for (int turn = 0; turn < kWholeCluster; ++turn) {
-    multiply_segment(acc, reader, lower_descriptor(staged) + chunk * (kChunkBytes >> 4), first, steps, [&](int step) {
-      if (turn == 0) barrier_wait(shared_address(in_order_at + chunk + step), 0);
+    multiply_segment(acc, reader, lower_descriptor(staged) + chunk * (kChunkBytes >> 4), p.upper, first, steps, [&](int step) {
+      if (turn == 0) barrier_wait(ordered_at + step * 8, 0);
     });
     if (turn == kWholeCluster - 1) break;
     const int to = place_of(turn);

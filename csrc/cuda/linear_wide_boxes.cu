@@ -150,13 +150,14 @@ __global__ __launch_bounds__(kThreads, 1) void wide_boxes_kernel(const __grid_co
   const int counted = load_early(p.n_rows);
   cluster_wait<kWideCluster>();
   WideReader reader(ring_of(warpgroup), quarter, lane);
+  const uint32_t ordered_at = kept(shared_address(in_order_at));
   for (int i = warpgroup; i < count; i += GROUPS) {
     float acc[32];
     const int round = i / GROUPS;
     const bool last = i + GROUPS >= count;
     const unsigned before = last ? load_early(reinterpret_cast<const int*>(counter_of(warpgroup, round))) : 0;
-    multiply_segment(acc, reader, lower_descriptor(staged), unit, chunks, [&](int step) {
-      if (round == 0) barrier_wait(shared_address(in_order_at + step), 0);
+    multiply_segment(acc, reader, lower_descriptor(staged), p.upper, unit, chunks, [&](int step) {
+      if (round == 0) barrier_wait(ordered_at + step * 8, 0);
     });
     const int rows = min(counted - p.first_row, p.max_rows);
     float4* const parts = parts_of(warpgroup, round) + (segment * kFragments + quarter * 8) * kWarp;

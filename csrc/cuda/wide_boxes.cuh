@@ -21,8 +21,11 @@ using stream::kWideWeightSlot;
 
 constexpr int kWideBoxThreads = (kWideBoxGroups + 2) * 4 * kWarp;
 
+constexpr int kEightBytes = 1024;  // of eight rows of activations, of 64 elements of K
+
 struct WideBoxParams : WideParams {
   CUtensorMap x;                   // bf16 [max_rows, k], in boxes of kBox x kWideRows or a cluster's share of these
+  uint32_t upper = kEightBytes >> 4;  // half of a descriptor of activations: a constant would be formed again for each product
   CUtensorMap weights[2], scales[2];  // boxes of kWideTile rows x 128 bytes, and of their scales
 };
 
@@ -45,23 +48,23 @@ inline bool set_wide_boxes(WideBoxParams& p, const LinearArgs& a) {
 
 // Activations: boxes of 64 of K, in a box eight rows of 128 bytes after the other. Put in order, eight rows are for each 32 of K two steps of sixteen, of
 // each two 8 x 16-byte matrices.
-constexpr int kEightBytes = 1024, kHalfBytes = 512, kStepOfHalf = 256;
+constexpr int kHalfBytes = 512, kStepOfHalf = 256;
 static_assert(kChunkBytes == 2 * kBoxBytes && kWideChunk == kUnitK<WeightKind::kInt4>, "a chunk is a unit's activations, two boxes");
 
-// The lower half of a descriptor of activations; places behind it are reached by adding bytes / 16. The upper half is the same for all.
+// The lower half of a descriptor of activations; places behind it are reached by adding bytes / 16. The upper half is the same for all: WideBoxParams::upper.
 __device__ __forceinline__ uint32_t lower_descriptor(uint32_t at) { return (at & 0x3ffff) >> 4 | (kMatrixBytes >> 4) << 16; }
-__device__ __forceinline__ uint64_t joined_descriptor(uint32_t lower) {
+__device__ __forceinline__ uint64_t joined_descriptor(uint32_t lower, uint32_t upper) {
   uint64_t whole;
-  asm("mov.b64 %0, {%1, %2};" : "=l"(whole) : "r"(lower), "r"(kEightBytes >> 4));
+  asm("mov.b64 %0, {%1, %2};" : "=l"(whole) : "r"(lower), "r"(upper));
   return whole;
 }
 
-// The products of one group of 32, whose activations' descriptor is b: two steps, started from zero.
-__device__ __forceinline__ void start_boxed(float (&d)[32], const uint32_t (&a)[8], uint32_t b) {
+// The products of one group of 32, whose activations' descriptor is b and `upper`: two steps, started from zero.
+__device__ __forceinline__ void start_boxed(float (&d)[32], const uint32_t (&a)[8], uint32_t b, uint32_t upper) {
   const uint32_t first[4] = {a[0], a[1], a[2], a[3]}, second[4] = {a[4], a[5], a[6], a[7]};
   wgmma_fence();
-  wgmma_columns(d, first, joined_descriptor(b), false);
-  wgmma_columns(d, second, joined_descriptor(b + (kStepOfHalf >> 4)), true);
+  wgmma_columns(d, first, joined_descriptor(b, upper), false);
+  wgmma_columns(d, second, joined_descriptor(b + (kStepOfHalf >> 4), upper), true);
   wgmma_commit();
 }
 
@@ -153,24 +156,29 @@ __device__ __forceinline__ void ask(const WideBoxParams& p, const WideRing& ring
   copy_box(ring.scales + slot * kWideScaleSlot, p.scales + of.part, box * 16, of.at * kTileRows, landed);
 }
 
-// A warp's place in its warpgroup's ring, and what a lane has of one unit there.
+// The same value in a register that is kept: the machine code would find a shared address again, in five instructions, wherever it is used.
+__device__ __forceinline__ uint32_t kept(uint32_t v) { return __shfl_sync(kAll, v, 0); }
+
+// A warp's place in its warpgroup's ring, and what a lane has of one unit there. What it keeps of the ring is found once, in place of for each unit.
 struct WideReader {
-  uint32_t weights, scales, landed, freed;  // of the next box; freed: from a slot's barrier that counts bytes to the other
-  int depth, slot = 0;
+  uint32_t at, scales, landed;  // of the unit that is read next: the lane's places and its box's barrier
+  uint32_t end;                 // of the ring's weights
+  uint32_t weights_back, scales_back, landed_back, freed;  // from a ring's end to its beginning; from a slot's barrier that counts bytes to the other
   uint32_t parity = 0;
   uint32_t words[8];
   uint2 scale, below;
 
-  __device__ __forceinline__ WideReader(const WideRing& ring, int quarter, int lane) : depth(ring.depth) {
+  __device__ __forceinline__ WideReader(const WideRing& ring, int quarter, int lane) {
     const int row = quarter * kTileRows + (lane & 15), piece = lane >> 4;  // the lane's row address of ldmatrix, groups 0 and 1; ^ 32 for groups 2 and 3
-    weights = ring.weights + row * 128 + (piece ^ (row & 7)) * 16, scales = ring.scales + (quarter * kTileRows + lane / 4) * 16;
-    landed = ring.landed, freed = ring.freed - ring.landed;
-    asm volatile("" : "+r"(weights), "+r"(scales), "+r"(landed), "+r"(freed));  // kept, in place of found again for each unit
+    at = ring.weights + row * 128 + (piece ^ (row & 7)) * 16, scales = ring.scales + (quarter * kTileRows + lane / 4) * 16;
+    landed = ring.landed, freed = ring.freed - ring.landed, end = ring.weights + ring.depth * kWideWeightSlot;
+    weights_back = ring.depth * kWideWeightSlot, scales_back = ring.depth * kWideScaleSlot, landed_back = ring.depth * 8;
+    asm volatile("" : "+r"(at), "+r"(scales), "+r"(landed), "+r"(freed), "+r"(end), "+r"(weights_back), "+r"(scales_back), "+r"(landed_back));
   }
-  // A unit, the second or the first of its box; begins: it is the first that is read of its box.
-  __device__ __forceinline__ void read(bool second, bool begins) {
-    if (begins) barrier_wait(landed, parity);
-    const uint32_t at = second ? weights ^ 64 : weights, at_scale = second ? scales + 8 : scales;
+  // To a box's second unit, or back to its first.
+  __device__ __forceinline__ void turn() { at ^= 64, scales ^= 8; }
+  __device__ __forceinline__ void await_box() const { barrier_wait(landed, parity); }
+  __device__ __forceinline__ void read_words() {
     uint32_t half[4];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -178,52 +186,70 @@ struct WideReader {
 #pragma unroll
       for (int e = 0; e < 4; ++e) words[4 * i + e] = half[e];
     }
-    scale = load_shared8(at_scale), below = load_shared8(at_scale + 8 * 16);
   }
-  // Gives the box's place away. What was read of it has been used by then: the machine code does not wait for loads before it tells the barrier.
+  // Of the unit whose words have been read, each row's four groups.
+  __device__ __forceinline__ void read_scales() { scale = load_shared8(scales), below = load_shared8(scales + 8 * 16); }
+  // Gives the box's place away and goes to the next one's first unit. What was read of it has been used by then: the machine code does not wait for loads
+  // before it tells the barrier.
   __device__ __forceinline__ void leave() {
     __syncwarp();
     if (elected()) barrier_arrive(landed + freed);
-    ++slot, weights += kWideWeightSlot, scales += kWideScaleSlot, landed += 8;
-    if (slot == depth) slot = 0, parity ^= 1, weights -= depth * kWideWeightSlot, scales -= depth * kWideScaleSlot, landed -= depth * 8;
+    at += kWideWeightSlot, scales += kWideScaleSlot, landed += 8;
+    if (at >= end) parity ^= 1, at -= weights_back, scales -= scales_back, landed -= landed_back;
   }
 };
 
-// A segment of a tile, `steps` units from unit `unit` on, whose activations' descriptor is b; await(step): those of a unit are in order.
+// What has been added so far is added before what follows, as far as the compiler orders it.
+__device__ __forceinline__ void hold_here(float (&v)[32]) {
+#pragma unroll
+  for (int e = 0; e < 32; e += 8)
+    asm volatile("" : "+f"(v[e]), "+f"(v[e + 1]), "+f"(v[e + 2]), "+f"(v[e + 3]), "+f"(v[e + 4]), "+f"(v[e + 5]), "+f"(v[e + 6]), "+f"(v[e + 7]));
+}
+
+// A segment of a tile, `steps` units from unit `unit` on, whose activations' descriptor is b and `upper`; await(step): those of a unit are in order.
 template <typename Await>
-__device__ __forceinline__ void multiply_segment(float (&acc)[32], WideReader& from, uint32_t b, int unit, int steps, const Await& await) {
+__device__ __forceinline__ void multiply_segment(float (&acc)[32], WideReader& from, uint32_t b, uint32_t upper, int unit, int steps, const Await& await) {
 #pragma unroll
   for (int e = 0; e < 32; ++e) acc[e] = 0.f;
   if (steps == 0) return;
-  const auto read = [&](int step) {
-    const bool second = (unit + step) % 2 != 0;
-    from.read(second, step == 0 || !second);
-    await(step);
-  };
+  int half = unit % 2;  // of the box, that is read
+  if (half != 0) from.turn();
+  from.await_box();
+  from.read_words();
+  await(0);
   float sum[2][32];
   uint32_t a[2][8];
-  read(0);
 #pragma unroll 1
-  for (int step = 0; step < steps; ++step, b += kChunkBytes >> 4) {
+  for (int step = 0; step < steps; b += kChunkBytes >> 4) {
+    from.read_scales();
     quarter_fragments(a[0], a[0] + 4, from.words[0], from.words[1]);
-    start_boxed(sum[0], a[0], b);
+    start_boxed(sum[0], a[0], b, upper);
     quarter_fragments(a[1], a[1] + 4, from.words[2], from.words[3]);
-    start_boxed(sum[1], a[1], b + (kHalfBytes >> 4));
+    start_boxed(sum[1], a[1], b + (kHalfBytes >> 4), upper);
     wgmma_wait<1>(sum[0], a[0]);
     add_scaled(acc, sum[0], from.scale.x, from.below.x, false);
     quarter_fragments(a[0], a[0] + 4, from.words[4], from.words[5]);
-    start_boxed(sum[0], a[0], b + (kBoxBytes >> 4));
+    start_boxed(sum[0], a[0], b + (kBoxBytes >> 4), upper);
     wgmma_wait<1>(sum[1], a[1]);
     add_scaled(acc, sum[1], from.scale.x, from.below.x, true);
     quarter_fragments(a[1], a[1] + 4, from.words[6], from.words[7]);
-    start_boxed(sum[1], a[1], b + ((kBoxBytes + kHalfBytes) >> 4));
-    const uint32_t pair = from.scale.y, below = from.below.y;
-    if ((unit + step) % 2 != 0 || step + 1 == steps) from.leave();
-    if (step + 1 < steps) read(step + 1);
+    start_boxed(sum[1], a[1], b + ((kBoxBytes + kHalfBytes) >> 4), upper);
+    ++step;
+    const bool more = step < steps, leaves = half != 0 || !more;
+    if (half != 0 || more) from.turn();
+    half = leaves ? 0 : 1;
+    if (leaves) from.leave();
+    if (more) {
+      if (leaves) from.await_box();
+      from.read_words();
+    }
     wgmma_wait<1>(sum[0], a[0]);
-    add_scaled(acc, sum[0], pair, below, false);
+    add_scaled(acc, sum[0], from.scale.y, from.below.y, false);
+    // The branch stands between two waits that the machine code would otherwise put together: nothing would be multiplied while these sums are scaled.
+    hold_here(acc);
+    if (more) await(step);
     wgmma_wait<0>(sum[1], a[1]);
-    add_scaled(acc, sum[1], pair, below, true);
+    add_scaled(acc, sum[1], from.scale.y, from.below.y, true);
   }
 #pragma unroll
   for (int e = 0; e < 32; ++e) acc[e] = __fmul_rn(acc[e], 4.f);
