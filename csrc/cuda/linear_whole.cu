@@ -104,25 +104,27 @@ __global__ __launch_bounds__(kThreads, 1) void whole_kernel(const __grid_constan
   const int counted = load_early(p.n_rows);
   cluster_wait<kWholeCluster>();  // the other blocks' barriers are there
   const int rows = max(min(counted - p.first_row, p.max_rows), 0), eights = (rows + kColumns - 1) / kColumns;
-  if (threadIdx.x == 0) barrier_expect(shared_address(&met), (kWholeCluster - 1) * EACH * 4 * FRAGMENT * eights);
+  if (threadIdx.x == 0) barrier_expect(shared_address(&met), (kWholeCluster - 1) * EACH * SUM);
   const int first = begin_of(warpgroup), steps = begin_of(warpgroup + 1) - first, chunk = first - unit;
   WideReader reader(ring_of(warpgroup), quarter, lane);
   const uint32_t ordered_at = kept(shared_address(in_order_at + chunk));
   const uint32_t mine = quarter * 8 * FRAGMENT + lane * 16;  // a lane's place in a segment's sums
-  float acc[32];
+  float acc[32];  // of the tile before: a quarter at a time, its sums are sent beside the next one's first products
+  const uint32_t met_at = kept(shared_address(&met));
 #pragma unroll 1
   for (int turn = 0; turn < kWholeCluster; ++turn) {
+    const int to = place_of(turn - 1);
+    const uint32_t there = cluster_address(sums_of(rank, to, warpgroup) + mine, to), barrier = cluster_address(met_at, to);
     multiply_segment(acc, reader, lower_descriptor(staged) + chunk * (kChunkBytes >> 4), p.upper, first, steps, [&](int step) {
       if (turn == 0) barrier_wait(ordered_at + step * 8, 0);
-    });
-    if (turn == kWholeCluster - 1) break;
-    const int to = place_of(turn);
-    const uint32_t there = cluster_address(sums_of(rank, to, warpgroup) + mine, to), barrier = cluster_address(shared_address(&met), to);
+    }, [&](int part) {
+      if (turn == 0) return;
 #pragma unroll
-    for (int nt = 0; nt < 8; ++nt) {
-      const float v[4] = {acc[4 * nt], acc[4 * nt + 1], acc[4 * nt + 2], acc[4 * nt + 3]};
-      if (nt < eights) send(there + nt * FRAGMENT, v, barrier);
-    }
+      for (int nt = 2 * part; nt < 2 * part + 2; ++nt) {
+        const float v[4] = {acc[4 * nt], acc[4 * nt + 1], acc[4 * nt + 2], acc[4 * nt + 3]};
+        send(there + nt * FRAGMENT, v, barrier);
+      }
+    });
   }
 
   // This tile's own sums stand behind the others', where boxes have been read, and each warpgroup adds half of the columns.

@@ -158,7 +158,7 @@ __global__ __launch_bounds__(kThreads, 1) void wide_boxes_kernel(const __grid_co
     const unsigned before = last ? load_early(reinterpret_cast<const int*>(counter_of(warpgroup, round))) : 0;
     multiply_segment(acc, reader, lower_descriptor(staged), p.upper, unit, chunks, [&](int step) {
       if (round == 0) barrier_wait(ordered_at + step * 8, 0);
-    });
+    }, [](int) {});
     const int rows = min(counted - p.first_row, p.max_rows);
     float4* const parts = parts_of(warpgroup, round) + (segment * kFragments + quarter * 8) * kWarp;
 #pragma unroll

@@ -207,11 +207,20 @@ __device__ __forceinline__ void hold_here(float (&v)[32]) {
 }
 
 // A segment of a tile, `steps` units from unit `unit` on, whose activations' descriptor is b and `upper`; await(step): those of a unit are in order.
-template <typename Await>
-__device__ __forceinline__ void multiply_segment(float (&acc)[32], WideReader& from, uint32_t b, uint32_t upper, int unit, int steps, const Await& await) {
+// meanwhile(part): of four, what is to be done beside the first unit's products; the segment's sums take the place of what `whole` held only behind that.
+template <typename Await, typename Meanwhile>
+__device__ __forceinline__ void multiply_segment(float (&whole)[32], WideReader& from, uint32_t b, uint32_t upper, int unit, int steps, const Await& await,
+                                                 const Meanwhile& meanwhile) {
+  float acc[32];
 #pragma unroll
   for (int e = 0; e < 32; ++e) acc[e] = 0.f;
-  if (steps == 0) return;
+  if (steps == 0) {
+#pragma unroll
+    for (int part = 0; part < 4; ++part) meanwhile(part);
+#pragma unroll
+    for (int e = 0; e < 32; ++e) whole[e] = 0.f;
+    return;
+  }
   int half = unit % 2;  // of the box, that is read
   if (half != 0) from.turn();
   from.await_box();
@@ -226,10 +235,12 @@ __device__ __forceinline__ void multiply_segment(float (&acc)[32], WideReader& f
     start_boxed(sum[0], a[0], b, upper);
     quarter_fragments(a[1], a[1] + 4, from.words[2], from.words[3]);
     start_boxed(sum[1], a[1], b + (kHalfBytes >> 4), upper);
+    if (step == 0) meanwhile(0), meanwhile(1);
     wgmma_wait<1>(sum[0], a[0]);
     add_scaled(acc, sum[0], from.scale.x, from.below.x, false);
     quarter_fragments(a[0], a[0] + 4, from.words[4], from.words[5]);
     start_boxed(sum[0], a[0], b + (kBoxBytes >> 4), upper);
+    if (step == 0) meanwhile(2), meanwhile(3);
     wgmma_wait<1>(sum[1], a[1]);
     add_scaled(acc, sum[1], from.scale.x, from.below.x, true);
     quarter_fragments(a[1], a[1] + 4, from.words[6], from.words[7]);
@@ -252,7 +263,7 @@ __device__ __forceinline__ void multiply_segment(float (&acc)[32], WideReader& f
     add_scaled(acc, sum[1], from.scale.y, from.below.y, true);
   }
 #pragma unroll
-  for (int e = 0; e < 32; ++e) acc[e] = __fmul_rn(acc[e], 4.f);
+  for (int e = 0; e < 32; ++e) whole[e] = __fmul_rn(acc[e], 4.f);
 }
 
 #endif
