@@ -5,8 +5,9 @@
 // the products.
 // A cluster of four blocks has four tiles of 64 weight rows. A block has two segments of K, of all four tiles: its activations are there once, in order,
 // and each of its two multiplying warpgroups has one segment (wide_boxes.cuh). A block adds one of the tiles, the last that it multiplies: the sums of
-// the other three go to the blocks that add those as soon as they are formed, by asynchronous stores that a barrier there counts, so that at the end
-// nobody has long to wait. Half of the columns of a tile are added by either warpgroup.
+// the other three go to the blocks that add those beside the next tile's first products, by asynchronous stores that a barrier there counts, so that at
+// the end nobody has long to wait. All columns are sent whatever the rows: branches would cost more. Half of a tile's columns are added by either
+// warpgroup.
 // Reduction order: stream.cuh; the bits are linear_wide.cu's.
 #include "backend.h"
 #include "cluster.cuh"
