@@ -275,8 +275,10 @@ class Run:
 
     def _note(self, name: str, status: str) -> None:
         """What a stage that has nothing to show has come to: what an earlier window has of it stays."""
-        if "seconds" not in self.summary["stages"].get(name, {}):
-            self.summary["stages"][name] = {"status": status, "window": self.number}
+        before = self.summary["stages"].get(name, {})
+        if "seconds" not in before:
+            kept = {"record": before["record"]} if "record" in before else {}
+            self.summary["stages"][name] = {"status": status, "window": self.number, **kept}
 
     def _look(self, now: float) -> None:
         """Now and then, while nothing is measured: keep what running stages have come to, and show that they live."""
@@ -286,8 +288,9 @@ class Run:
                 last = (record.tail(running.log) or [""])[-1]
                 self._say(name, f"{running.seconds:.0f} s: {last.strip()}")
         if self.running and now - self._kept > KEEP_EVERY:
-            for running in self.running.values():
-                self.folder.record(running.stage)
+            for name, running in self.running.items():
+                if self.folder.record(running.stage):  # a window that ends with its machine is gone on with from there
+                    self.summary["stages"][name]["record"] = running.stage.record
             self._keep()
 
     def _keep(self) -> None:

@@ -155,10 +155,12 @@ class Folder:
         self._logs[f"{name}.log.gz"] = gzip.compress(path.read_bytes(), mtime=0)
         self.put(LOGS, _tar(self._logs))
 
-    def record(self, stage: Stage) -> None:
-        """Take over what a stage has made, as far as it has come."""
-        if stage.record and stage.made and (ROOT / stage.made).is_file():
-            self.put(stage.record, (ROOT / stage.made).read_bytes())
+    def record(self, stage: Stage) -> bool:
+        """Take over what a stage has made, as far as it has come; whether there is something."""
+        if not (stage.record and stage.made and (ROOT / stage.made).is_file()):
+            return False
+        self.put(stage.record, (ROOT / stage.made).read_bytes())
+        return True
 
     def summary(self, name: str, content: Mapping[str, Any]) -> None:
         """Write the summary, and all as one file."""

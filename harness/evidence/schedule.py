@@ -1,8 +1,9 @@
 """What starts next: a function of the stages, what became of each so far, and the seconds that are left.
 
 Stages begin in their order. One that waits for another is overtaken by those behind it; one that waits for room, or for
-quiet, is not. What runs beside the others needs no room. A stage that would not end in time does not begin, nor does
-what prepares it, and a stage whose need has not passed has no chance either.
+quiet, is not. What runs beside the others needs no room. A stage that would not end in time does not begin (one that
+keeps what it has done, not in a third of its time), nor does what prepares it, and a stage whose need has not passed
+has no chance either.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ def _obstacle(stages: Mapping[str, Stage], states: Mapping[str, str], name: str,
 
 
 def _least(stages: Mapping[str, Stage], states: Mapping[str, str], name: str) -> float:
-    """Seconds from now to the end of a stage, of one that prepares to the end of the first that waits for it.
+    """Seconds from now until a stage has ended, or shown enough; of one that prepares, the first that waits for it.
 
     That one's turn comes after those before it, while which what measures suspends what prepares.
     """
@@ -94,8 +95,8 @@ def _least(stages: Mapping[str, Stage], states: Mapping[str, str], name: str) ->
             before = [stages[one] for one in order[: order.index(other)] if states.get(one) in (WAITING, RUNNING)]
             turn = sum(one.seconds * one.share for one in before if not (one.beside or one is stage))
             quiet = sum(one.seconds for one in before if one.quiet) if stage.beside else 0.0
-            ends.append(max(turn, stage.seconds + quiet) + stages[other].seconds)
-    return min(ends, default=stage.seconds)
+            ends.append(max(turn, stage.seconds + quiet) + stages[other].least)
+    return min(ends, default=stage.least)
 
 
 def chosen(

@@ -50,6 +50,8 @@ class Stage:
     """It measures: its share is the whole machine, and what runs beside is suspended."""
     beside: bool = False
     """It runs beside all others, at the lowest priority."""
+    piecewise: bool = False
+    """What it has done by its end is kept and not done again, so it begins where a third of its time is left."""
     prepares: bool = False
     """It shows nothing by itself: it runs where a stage that waits for it does, on every fresh machine again."""
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -65,6 +67,11 @@ class Stage:
     def limit(self) -> float:
         """Seconds after which it is told to end."""
         return 2 * self.seconds + 30
+
+    @property
+    def least(self) -> float:
+        """Seconds without which it does not begin."""
+        return self.seconds / 3 if self.piecewise else self.seconds
 
     @property
     def waits_for(self) -> tuple[str, ...]:
@@ -171,11 +178,11 @@ def stages(device: str, gpus: int = 1) -> dict[str, Stage]:
         "ranks-tests": _pytest("ranks-tests", 60, RANKS, "-n", "0", needs=BUILT, quiet=True),
         "faults": _writes(
             "mutants-cuda.json", "faults", 90, *_harness(*faults, "--resume"),
-            to="out", needs=BUILT, after=("faults-build",), listed=True,
+            to="out", needs=BUILT, after=("faults-build",), piecewise=True, listed=True,
         ),
         "broken": _writes(
             f"broken-{device}.json", "broken", 90, *module, "tests.cuda.broken", "--workers", "12", "--resume",
-            needs=BUILT, listed=True,
+            needs=BUILT, piecewise=True, listed=True,
         ),
         "scale": _cells(
             f"scale-{device}.json", device, 60, "-n", "1", "--scale", "-k", " or ".join(SCALE),

@@ -6,6 +6,7 @@ import gzip
 import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -241,6 +242,28 @@ def test_a_second_window_goes_on_and_does_again_only_what_prepares(
     }  # fmt: skip
     assert len(found["windows"]) == 2
     assert (tmp_path / "second" / "good.json").read_text() == "good"
+
+
+def test_a_window_that_ended_with_its_machine_is_gone_on_with_from_what_it_had(
+    tmp_path: Path, known: dict[str, Stage], go: Go, made: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "KEEP_EVERY", 0.0)
+    out, died, other = tmp_path / "out", tmp_path / "died", ["--only", "other"]
+    until = f"while 'record' not in json.load(open({str(out / SUMMARY)!r}))['stages']['faults']: time.sleep(0.01)"
+    code = f"import json, shutil, time\nopen({str(made)!r}, 'w').write('[1]')\n{until}\n"
+    code += f"shutil.copytree({str(out)!r}, {str(died)!r})"
+    known["faults"] = Stage(python(code), PATIENCE, made=made, record="mutants-cuda.json")
+    known["other"] = Stage(python("pass"), 9)
+    assert go() == 0
+    assert json.loads((died / SUMMARY).read_text())["stages"]["faults"]["status"] == "running"
+    for before, after in ((died, "second"), (tmp_path / "second", "third")):
+        assert command.main([str(tmp_path / after), "--resume", str(before), *other]) == 0
+        assert (tmp_path / after / "mutants-cuda.json").read_text() == "[1]"
+    known["faults"] = Stage(python(f"print(open({str(made.with_name('mutants-cuda.json'))!r}).read())"), 9)
+    assert command.main([str(out), "--resume", str(tmp_path / "third"), "--only", "faults"]) == 3, "an earlier run's"
+    shutil.rmtree(out)
+    assert command.main([str(out), "--resume", str(tmp_path / "third"), "--only", "faults"]) == 0
+    assert log(tmp_path, "faults") == "[1]\n"
 
 
 @pytest.mark.parametrize("field", ["engine", "lock", "device", "schema"])
