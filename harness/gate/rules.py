@@ -164,9 +164,6 @@ def _cells(ledger: Ledger, demand: Demand) -> Iterable[Finding]:
 
 def _waivers(ledger: Ledger, demand: Demand) -> Iterable[Finding]:
     for waiver in demand.waivers:
-        if waiver.expires < demand.today:
-            message = f"the waiver of {waiver.cell} expired on {waiver.expires}: mend the cell, or see {waiver.issue}"
-            yield Finding("waiver-expired", FAILED, message)
         point = parse(waiver.cell)
         if point not in expected(DEVICES, demand.table, offered=demand.precisions, ranks=(point.ranks,)):
             message = f"the waiver of {waiver.cell} is not needed: the matrix has no such cell"
@@ -179,6 +176,9 @@ def _waivers(ledger: Ledger, demand: Demand) -> Iterable[Finding]:
                 f"the waiver of {waiver.cell} is not needed: it excuses {waiver.verdict.value}, the cell gave {got}"
             )
             yield Finding("waiver-unneeded", FAILED, message)
+        elif waiver.expires < demand.today:
+            message = f"the waiver of {waiver.cell} expired on {waiver.expires}: mend the cell, or see {waiver.issue}"
+            yield Finding("waiver-expired", FAILED, message)
 
 
 def _against(ledger: Ledger, demand: Demand) -> Iterable[Finding]:

@@ -40,7 +40,14 @@ class Waiver:
 
 
 class _Strict(yaml.SafeLoader):
-    """YAML in which a key cannot occur twice; PyYAML would take the last one without a word."""
+    """YAML in which a key cannot occur twice, of which PyYAML would take the last without a word. What looks like a day
+    and is none stays text, so that its field is named."""
+
+    def construct_yaml_timestamp(self, node: yaml.ScalarNode) -> object:
+        try:
+            return super().construct_yaml_timestamp(node)
+        except ValueError:
+            return self.construct_scalar(node)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]
@@ -48,6 +55,9 @@ class _Strict(yaml.SafeLoader):
             if keys.count(key) > 1:
                 raise yaml.constructor.ConstructorError(None, None, f"{key!r} occurs twice", node.start_mark)
         return super().construct_mapping(node, deep)
+
+
+_Strict.add_constructor("tag:yaml.org,2002:timestamp", _Strict.construct_yaml_timestamp)
 
 
 def _waiver(entry: object, where: str) -> Waiver:

@@ -319,6 +319,8 @@ def test_a_waiver_that_nobody_needs(checkout: Path, judge: Judge) -> None:
     waive(checkout, ID, "FAIL_LOGITS")
     green = runs.light(sources=describe(checkout))
     only(judge(green), FAILED, "waiver-unneeded", "it excuses FAIL_LOGITS, the cell gave PASS")
+    waive(checkout, ID, "FAIL_LOGITS", days=-1)  # that it has expired too tells nobody to mend the cell
+    only(judge(runs.light(sources=describe(checkout))), FAILED, "waiver-unneeded", "the cell gave PASS")
 
 
 def test_a_waiver_of_a_cell_that_is_no_more(checkout: Path, judge: Judge) -> None:
@@ -329,6 +331,8 @@ def test_a_waiver_of_a_cell_that_is_no_more(checkout: Path, judge: Judge) -> Non
 def test_a_waiver_for_a_device_that_this_run_had_not(checkout: Path, judge: Judge) -> None:
     waive(checkout, ID.replace("cpu", "cuda"), "FAIL_LOGITS")
     assert judge(runs.light(sources=describe(checkout))) == (PASSED, [])
+    waive(checkout, ID.replace("cpu", "cuda"), "FAIL_LOGITS", days=-1)
+    only(judge(runs.light(sources=describe(checkout))), FAILED, "waiver-expired", "tiny-noisy-cuda expired on ")
 
 
 def test_broken_files_of_the_checkout_close_the_gate(checkout: Path, green: Ledger, judge: Judge) -> None:
