@@ -1,6 +1,7 @@
 """What a stage's result comes to in a few numbers, from the record that it wrote itself.
 
 Raises ValueError, KeyError or LedgerError for a record that is none; one that is cut off is counted as far as it goes.
+What is counted first is what the record shows: of none of it nothing has passed.
 """
 
 from __future__ import annotations
@@ -116,7 +117,13 @@ def sanitizer(data: bytes) -> Counts:
         found["errors"] = int(last[-1])
     if last := re.findall(r"RACECHECK SUMMARY: (\d+) hazards? displayed \((\d+) errors?, (\d+) warnings?\)", text):
         found |= dict(zip(("hazards", "errors", "warnings"), map(int, last[-1]), strict=True))
-    return found | {"parts": re.findall(r"^(\w+): [\d.]+ s$", text, re.MULTILINE)}
+    parts = re.findall(r"^(\w+): [\d.]+ s$", text, re.MULTILINE)
+    return {"parts": parts, **found} if found else {"parts": [], "without a verdict": parts}
+
+
+def shows(found: Counts) -> bool:
+    """Whether there is anything that can have passed."""
+    return "none" not in found and bool(next(iter(found.values()), 0))
 
 
 def _named(names: list[str]) -> Counts:

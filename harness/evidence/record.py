@@ -16,7 +16,7 @@ from typing import Any
 
 from harness import plain_json
 from harness.environment import environment, survey
-from harness.evidence.counts import COUNTS
+from harness.evidence.counts import COUNTS, shows
 from harness.evidence.running import Running
 from harness.evidence.schedule import FAILED, PASSED
 from harness.evidence.stages import Stage
@@ -85,8 +85,11 @@ def status_of(running: Running) -> str:
 
 
 def entry(running: Running, number: int) -> dict[str, Any]:
-    """What the summary says of a stage that has ended."""
+    """What the summary says of a stage that has ended. One that says it is well and has nothing to show has failed."""
     stage, status = running.stage, status_of(running)
+    counts = counted(stage, running.log) if stage.counts else {}
+    if status == PASSED and stage.counts and not shows(counts):
+        status = FAILED
     found: dict[str, Any] = {"status": status, "window": number, "seconds": round(running.seconds, 1)}
     found["command"] = " ".join(stage.command)
     if stage.environment:
@@ -94,7 +97,7 @@ def entry(running: Running, number: int) -> dict[str, Any]:
     if status == FAILED:
         found["exit status"] = running.process.returncode
     if stage.counts:
-        found["counts"] = counted(stage, running.log)
+        found["counts"] = counts
     if stage.record and stage.made and (ROOT / stage.made).is_file():
         found["record"] = stage.record
     if status != PASSED:

@@ -43,12 +43,6 @@ class _Strict(yaml.SafeLoader):
     """YAML in which a key cannot occur twice, of which PyYAML would take the last without a word. What looks like a day
     and is none stays text, so that its field is named."""
 
-    def construct_yaml_timestamp(self, node: yaml.ScalarNode) -> object:
-        try:
-            return super().construct_yaml_timestamp(node)
-        except ValueError:
-            return self.construct_scalar(node)
-
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]
         for key in keys:
@@ -57,7 +51,14 @@ class _Strict(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-_Strict.add_constructor("tag:yaml.org,2002:timestamp", _Strict.construct_yaml_timestamp)
+def _day(loader: _Strict, node: yaml.ScalarNode) -> object:
+    try:
+        return loader.construct_yaml_timestamp(node)
+    except ValueError:
+        return loader.construct_scalar(node)
+
+
+_Strict.add_constructor("tag:yaml.org,2002:timestamp", _day)
 
 
 def _waiver(entry: object, where: str) -> Waiver:

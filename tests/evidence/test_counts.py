@@ -33,6 +33,7 @@ def test_a_committed_record_is_counted(kind: str) -> None:
     name, some = COMMITTED[kind]
     found = counts.COUNTS[kind]((EVIDENCE / name).read_bytes())
     assert {key: found.get(key) for key in some} == some
+    assert counts.shows(found)
     assert all(value for key, value in found.items() if key in ("cases", "kernels", "launches of 1/2", "caught"))
 
 
@@ -47,6 +48,8 @@ JUNIT = b"""<?xml version="1.0"?><testsuites><testsuite name="pytest" errors="1"
 def test_tests_are_counted_by_what_became_of_them() -> None:
     named = ["tests.a::bad[1]", "tests.b::worse"]
     assert counts.tests(JUNIT) == {"passed": 1, "failed": 2, "skipped": 1, "named": named}
+    skipped = counts.tests(JUNIT.replace(b'"1"', b'"0"').replace(b'skipped="0"', b'skipped="4"'))
+    assert (skipped["passed"], counts.shows(skipped)) == (0, False)
 
 
 def test_cells_that_failed_are_named_and_those_that_did_not_run_counted() -> None:
@@ -66,7 +69,10 @@ def test_sanitizers_are_counted_by_their_last_words() -> None:
     expected = {"hazards": 6, "errors": 4, "warnings": 2, "parts": ["operations", "cells"]}
     assert counts.sanitizer(text) == expected
     assert counts.sanitizer(b"operations: 1.0 s\n========= ERROR SUMMARY: 1 error\n")["errors"] == 1
-    assert counts.sanitizer(b"operations: 1.0 s\n") == {"parts": ["operations"]}  # cut off: no verdict
+    cut_off = counts.sanitizer(b"operations: 1.0 s\n")
+    assert cut_off == {"parts": [], "without a verdict": ["operations"]}
+    assert counts.shows(counts.sanitizer(text))
+    assert not counts.shows(cut_off)
 
 
 def test_a_record_that_is_missing_or_none_is_told_of(tmp_path: Any) -> None:
@@ -80,4 +86,5 @@ def test_a_record_that_is_missing_or_none_is_told_of(tmp_path: Any) -> None:
             path.write_bytes(data)
             found = counted(stage, path)
             assert "none" in found or not any(found.values()), (kind, data)
+            assert not counts.shows(found)
         path.unlink()

@@ -109,6 +109,19 @@ def test_each_stage_leaves_its_record_its_counts_and_its_output(
     assert [line.split()[0] for line in said[-5:]] == ["faults", "fails", "told", "after", "summary:"]
 
 
+def test_what_ends_well_and_shows_nothing_has_failed(
+    tmp_path: Path, known: dict[str, Stage], go: Go, made: Path
+) -> None:
+    skipped = '<testsuites><testsuite errors="0" failures="0" skipped="6" tests="6"/></testsuites>'
+    known["tests"] = Stage(makes(made, skipped), 9, "tests", made)
+    known["cells"] = Stage(python("pass"), 9, "cells", made.with_name("none"), "ledger.json")
+    known["mute"] = Stage(python("print('operations: 1.0 s')"), 9, "sanitizer")
+    known["heard"] = Stage(python("print('operations: 1.0 s'); print('ERROR SUMMARY: 0 errors')"), 9, "sanitizer")
+    assert go() == 1
+    assert statuses(tmp_path) == {"tests": "failed", "cells": "failed", "mute": "failed", "heard": "passed"}
+    assert summary(tmp_path)["stages"]["tests"]["exit status"] == 0
+
+
 def test_what_a_stage_made_is_in_out_as_the_next_one_runs(
     tmp_path: Path, known: dict[str, Stage], go: Go, made: Path
 ) -> None:
