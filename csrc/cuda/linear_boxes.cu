@@ -127,15 +127,27 @@ __global__ __launch_bounds__((WARPS + stream::asks_apart(KIND, CL, RESIDENT, HEL
   if (ENGINE && steps > 0) barrier_wait(activations, 0);
   uint32_t slot = ring, slot_scales = scales + lane / 4 * S::LINE, slot_barrier = barriers, parity = 0;
   bool met_parity = false;
+  // Kept, in place of found again wherever they are used: the barrier's address, and that of the lane's own sums in a block.
+  const uint32_t met_at = __shfl_sync(kAll, shared_address(&met), 0);
+  const uint32_t my_sums =
+      __shfl_sync(kAll, shared_address(sums) + ((rank * SPC + local) * sets * kColumns + lane / 4) * (VALUES * 4) + lane % 4 * S::SET, lane);
   int tile = warp / SPC * MT;
   for (int batch_at = 0; batch_at < count; batch_at += p.batch) {
     const int batch = min(p.batch, count - batch_at), batch_end = (batch_at + batch) * parts;
     const int mine = (batch - rank + CL - 1) / CL;  // outputs that this block adds: every CL-th of the batch
-    if (CL > 1 && threadIdx.x == 0 && mine > 0) barrier_expect(shared_address(&met), mine * parts * tile_sums);
+    if (CL > 1 && threadIdx.x == 0 && mine > 0) barrier_expect(met_at, mine * parts * tile_sums);
 #pragma unroll 1
     for (; tile < batch_end; tile += S::TW) {
       float acc[MT][NT][VALUES] = {};
       uint32_t b_at = b_first;
+      uint32_t to[MT];  // where a tile's sums go, of the block that adds it: found while the first box may still be on its way
+      int owner[MT];
+#pragma unroll
+      for (int mt = 0; mt < MT; ++mt) {
+        const unsigned j = tile + mt - batch_at * parts, output = paired ? j >> 1 : j;
+        owner[mt] = output % CL, to[mt] = my_sums + (output / CL * parts + (paired ? j & 1 : 0)) * tile_sums;
+        asm volatile("" : "+r"(owner[mt]), "+r"(to[mt]));
+      }
       int unit = begin;
 #pragma unroll 1
       for (int left = steps; left > 0;) {
@@ -179,19 +191,15 @@ __global__ __launch_bounds__((WARPS + stream::asks_apart(KIND, CL, RESIDENT, HEL
 #pragma unroll
       for (int mt = 0; mt < MT; ++mt) {
         if (tile + mt >= batch_end) break;
-        const int j = tile + mt - batch_at * parts, output = paired ? j >> 1 : j, owner = output % CL;
-        const uint32_t to = shared_address(sums) + (output / CL * parts + (paired ? j & 1 : 0)) * tile_sums +
-                            ((rank * SPC + local) * sets * kColumns + lane / 4) * (VALUES * 4);
 #pragma unroll
         for (int nt = 0; nt < NT; ++nt) {
-          const int set = nt * 4 + lane % 4;
-          if (set >= sets) continue;
+          if (nt * 4 + lane % 4 >= sets) continue;
           float v[VALUES];
 #pragma unroll
           for (int i = 0; i < VALUES; ++i) v[i] = whole_sum<KIND>(acc[mt][nt][i]);
-          const uint32_t place = to + set * S::SET;
+          const uint32_t place = to[mt] + nt * (4 * S::SET);
           if constexpr (CL > 1) {
-            send(cluster_address(place, owner), v, cluster_address(shared_address(&met), owner));
+            send(cluster_address(place, owner[mt]), v, cluster_address(met_at, owner[mt]));
           } else {
             store_shared(place, v);
           }
@@ -207,7 +215,7 @@ __global__ __launch_bounds__((WARPS + stream::asks_apart(KIND, CL, RESIDENT, HEL
       asm volatile("" : "+r"(g), "+r"(set), "+r"(own));
     }
     if constexpr (CL > 1) {
-      if (mine > 0) barrier_wait(shared_address(&met), met_parity);
+      if (mine > 0) barrier_wait(met_at, met_parity);
     } else {
       __syncthreads();
     }
