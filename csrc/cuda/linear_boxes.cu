@@ -57,6 +57,7 @@ __global__ __launch_bounds__((WARPS + stream::asks_apart(KIND, CL, RESIDENT, HEL
   // Staged by threads: columns without a row stage nothing; their lanes read zeros, again and again.
   const int columns = NT == 1 ? p.rows : NT * kColumns, k_first = segment_begin(rank * SPC, units) * UNIT;
   const bool absent = BY_THREADS && lane / 4 >= columns;
+  const int length = segment_begin((rank + 1) * SPC, units) * UNIT - k_first;  // of a row that is staged
 
   if (APART && warp == WARPS) {
     // A block that fills its multiprocessor begins when one of the launch before has ended there. Of the last of them the others wait for this block's
@@ -88,6 +89,9 @@ __global__ __launch_bounds__((WARPS + stream::asks_apart(KIND, CL, RESIDENT, HEL
   if (ENGINE && !APART && threadIdx.x == 0) asm volatile("prefetch.tensormap [%0];" ::"l"(&p.boxes) : "memory");
   if (ENGINE && !APART) __syncthreads();  // every segment's barriers are there
   if constexpr (HELD > 0) held.weights(p.norm_w, p.k, segment_begin(rank * SPC + local, units) * UNIT, segment_begin(rank * SPC + local + 1, units) * UNIT);
+  // No division and no parameter's arrival is to lie between the wait and what is loaded first: the branch, which nobody takes, needs them before it.
+  const FirstPiece first_piece(length);
+  if (BY_THREADS && ((first_piece.any_sign() | p.ldx) < 0 || p.x == nullptr || p.n_rows == nullptr)) __trap();
 
   wait_for_previous();
   // Rows that do not count are staged and multiplied like the others, which need not wait for the count to arrive; they are not written.
@@ -100,8 +104,7 @@ __global__ __launch_bounds__((WARPS + stream::asks_apart(KIND, CL, RESIDENT, HEL
     __syncthreads();
   } else {
     if constexpr (BY_THREADS) {
-      const int length = segment_begin((rank + 1) * SPC, units) * UNIT - k_first;
-      stage_rows(staged, p.stride, static_cast<const uint16_t*>(p.x), p.ldx, p.rows, columns, p.k, k_first, length,
+      stage_rows(staged, p.stride, static_cast<const uint16_t*>(p.x), p.ldx, p.rows, columns, p.k, k_first, length, first_piece,
                  [&] { copies.ask(DEPTH - EARLY); });
       cluster_wait_others<CL>();
       if (threadIdx.x < kZeros / 16) reinterpret_cast<uint4*>(staged - kZeros)[threadIdx.x] = make_uint4(0, 0, 0, 0);

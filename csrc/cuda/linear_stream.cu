@@ -130,7 +130,7 @@ __global__ __launch_bounds__(S::WARPS * kWarp, KD_RESIDENT(S::RESIDENT)) void st
     stage_normed_rows(staged, p.stride, x, p.ldx, staged_rows, columns, p.k, k_first, length, p.norm_w, inverse);
   } else {
     const uint16_t* x = static_cast<const uint16_t*>(p.x) + skipped;
-    stage_rows(staged, p.stride, x, p.ldx, staged_rows, columns, p.k, k_first, length,
+    stage_rows(staged, p.stride, x, p.ldx, staged_rows, columns, p.k, k_first, length, FirstPiece(length),
                [&] { fetch_units(S::EARLY, DEPTH - 1); });
   }
   if (S::ABSENT && threadIdx.x < kZeros / 16) reinterpret_cast<uint4*>(staged - kZeros)[threadIdx.x] = make_uint4(0, 0, 0, 0);

@@ -70,17 +70,27 @@ __device__ __forceinline__ void inverse_rows(float* inverse, const float* sq, in
   __syncthreads();
 }
 
+// A thread's first piece of eight elements of rows that are `length` long, and how many rows and pieces further the next one is.
+struct FirstPiece {
+  int row, at, rows_on, pieces_on;
+  // Divides: before the wait for the launch before, where what follows that is waited for.
+  __device__ __forceinline__ explicit FirstPiece(int length) {
+    const int pieces = max(length / 8, 1), threads = static_cast<int>(blockDim.x), thread = static_cast<int>(threadIdx.x);
+    rows_on = threads / pieces, pieces_on = threads - rows_on * pieces, row = thread / pieces, at = thread - row * pieces;
+  }
+  // Never negative: who branches on it has found all of them.
+  __device__ __forceinline__ int any_sign() const { return row | at | rows_on | pieces_on; }
+};
+
 // Puts rows of x over [k_begin, k_begin + length) into shared memory as bf16 in the multiplication's order; beyond `rows` and k are zeros.
 // AHEAD: pieces of eight elements that a thread has in flight. piece(row, k): one of them. between(): called once, behind the first loads.
 template <int AHEAD, typename Piece, typename Between>
 __device__ __forceinline__ void stage_pieces(uint8_t* staged, int stride, int rows, int columns, int k, int k_begin, int length,
-                                             const Piece& piece, const Between& between) {
-  const int pieces = max(length / 8, 1), threads = static_cast<int>(blockDim.x), thread = static_cast<int>(threadIdx.x);
+                                             const FirstPiece& first, const Piece& piece, const Between& between) {
+  const int pieces = max(length / 8, 1), rows_on = first.rows_on, pieces_on = first.pieces_on;
   if (length == 0) columns = 0;
   bool begun = false;
-  // A thread's pieces are `threads` apart: so many rows and so many pieces.
-  const int rows_on = threads / pieces, pieces_on = threads - rows_on * pieces;
-  int row = thread / pieces, at = thread - row * pieces;
+  int row = first.row, at = first.at;
   while (row < columns || !begun) {
     uint4 v[AHEAD];
     int to[AHEAD];
@@ -104,19 +114,19 @@ __device__ __forceinline__ void stage_pieces(uint8_t* staged, int stride, int ro
 // x bf16, taken as it is. A row begins fewer than 2^31 elements behind the first.
 template <typename Between>
 __device__ __forceinline__ void stage_rows(uint8_t* staged, int stride, const uint16_t* x, int ldx, int rows, int columns, int k,
-                                           int k_begin, int length, const Between& between) {
+                                           int k_begin, int length, const FirstPiece& first, const Between& between) {
   const auto piece = [&](int row, int at) { return *reinterpret_cast<const uint4*>(x + (row * ldx + at)); };
   if (columns * length <= 4 * 8 * static_cast<int>(blockDim.x)) {  // one row: half of the loads would have nothing to do
-    stage_pieces<4>(staged, stride, rows, columns, k, k_begin, length, piece, between);
+    stage_pieces<4>(staged, stride, rows, columns, k, k_begin, length, first, piece, between);
   } else {
-    stage_pieces<8>(staged, stride, rows, columns, k, k_begin, length, piece, between);
+    stage_pieces<8>(staged, stride, rows, columns, k, k_begin, length, first, piece, between);
   }
 }
 
 // x f32: r(x * inverse[row] * norm_w).
 __device__ __forceinline__ void stage_normed_rows(uint8_t* staged, int stride, const float* x, int ldx, int rows, int columns, int k,
                                                   int k_begin, int length, const float* norm_w, const float* inverse) {
-  stage_pieces<4>(staged, stride, rows, columns, k, k_begin, length, [&](int row, int at) {
+  stage_pieces<4>(staged, stride, rows, columns, k, k_begin, length, FirstPiece(length), [&](int row, int at) {
     const float4* p = reinterpret_cast<const float4*>(x + (row * ldx + at));
     const float4* g = reinterpret_cast<const float4*>(norm_w + at);
     const float4 lo = p[0], hi = p[1], gl = __ldg(g), gh = __ldg(g + 1);
