@@ -78,7 +78,7 @@ void CudaBackend::launch_hopper(const MlaAttentionArgs& a, const std::function<v
     p.parts.rows = std::min(part, rows - first);
     p.parts.head_blocks = head_blocks_of(a.dims.heads);
     const size_t units = static_cast<size_t>(splits) * p.parts.rows * p.parts.head_blocks;
-    const int most = splits * p.parts.rows * p.parts.head_blocks, blocks = std::min(most * column_parts(most, sms), sms);
+    const int most = splits * p.parts.rows * p.parts.head_blocks, blocks = std::min(most * column_parts(most, a.max_keys, sms), sms);
     p.parts.splits = splits;
     p.parts.sums = static_cast<uint4*>(a.scratch);
     p.parts.norms = reinterpret_cast<float2*>(p.parts.sums + units * kPartHeads * kOctets);

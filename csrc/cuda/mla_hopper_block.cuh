@@ -70,7 +70,7 @@ __device__ __forceinline__ int buffer_of(int step, int steps) { return (step + s
 // Blocks that share a unit.
 __device__ __forceinline__ int parts_of(const HopperParams& p, int n_rows, int kv_len) {
   const int rows = min(n_rows - p.parts.first_row, p.parts.rows);
-  const int units = splits_of(kv_len + 1) * rows * p.parts.head_blocks, parts = column_parts(units, p.multiprocessors);
+  const int units = splits_of(kv_len + 1) * rows * p.parts.head_blocks, parts = column_parts(units, kv_len + 1, p.multiprocessors);
   return units * parts <= static_cast<int>(gridDim.x) ? parts : 1;
 }
 

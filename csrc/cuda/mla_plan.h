@@ -34,9 +34,14 @@ KDTREE_BOTH constexpr int split_begin(int split, int splits, int chunks) { retur
 constexpr int splits_bound(int max_keys) { return splits_of(max_keys); }
 
 // Blocks that share a unit of attention (row, 64 heads, split), each for as many of the 512 columns: two where that leaves a third of the
-// multiprocessors free, because each reads all of the unit's keys, and L2 gives no more. A column's sums take nothing from another's, so
-// no bit depends on it and the number of rows may decide.
-KDTREE_BOTH constexpr int column_parts(int units, int multiprocessors) { return 3 * units <= multiprocessors ? 2 : 1; }
+// multiprocessors free, because each reads all of the unit's keys, and L2 gives no more; of units of kLongUnit chunks and more, whose
+// products outlast that, wherever there are blocks for all. A column's sums take nothing from another's, so no bit depends on it and the
+// number of rows may decide.
+constexpr int kLongUnit = 16;
+KDTREE_BOTH constexpr int column_parts(int units, int keys, int multiprocessors) {
+  const bool lengthy = chunks_of(keys) >= kLongUnit * splits_of(keys);
+  return (lengthy ? 2 : 3) * units <= multiprocessors ? 2 : 1;
+}
 
 constexpr int kPartHeads = 64;  // heads of a unit of attention
 constexpr int kPartRank = 512;

@@ -62,7 +62,11 @@ int main(int argc, char** argv) {
     }
   }
   std::printf("\\n");
-  for (int units : {1, 8, 16, 44, 45, 64, 1024}) std::printf("%d ", kdtree::column_parts(units, 132));
+  // Of two chunks a unit, four, one less than sixteen, sixteen, and 32.
+  for (int keys : {1024, 4096, 255 * 64 + 8, 256 * 64 + 8, 32768}) {
+    for (int units : {1, 8, 16, 44, 45, 64, 66, 67, 1024}) std::printf("%d", kdtree::column_parts(units, keys, 132));
+    std::printf(" ");
+  }
   std::printf("\\n");
   const kdtree::Numerics kinds[] = {kdtree::Numerics::kF32, kdtree::Numerics::kBf16};
   for (auto kind : kinds) {
@@ -146,8 +150,8 @@ def test_a_plan_knows_the_scratch_of_experts(output: list[str]) -> None:
 
 
 def test_units_are_shared_where_blocks_are_left(output: list[str]) -> None:
-    """At 132 multiprocessors: one row of 1024 keys has 8 units and of 4096 16, 16 rows of 1024 have 128."""
-    assert output[-2].split() == ["2", "2", "2", "2", "1", "1", "1"]
+    """At 132 multiprocessors: up to a third of them, and of long units up to half: four rows of 32768 keys have 64."""
+    assert output[-2].split() == ["222211111", "222211111", "222211111", "222222211", "222222211"]
 
 
 def test_kernels_by_shape(output: list[str]) -> None:
