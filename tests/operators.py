@@ -201,7 +201,7 @@ class Module:
         return changed
 
     def _live(self) -> list[types.FunctionType]:
-        found = [thing for thing in gc.get_objects() if isinstance(thing, types.FunctionType)]
+        found = [thing for thing in gc.get_objects() if type(thing) is types.FunctionType]  # no proxy is asked
         return [function for function in found if function.__code__.co_filename == str(self.path)]
 
     def _run_again(self) -> bool:

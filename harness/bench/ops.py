@@ -101,7 +101,6 @@ def measure(bench: Bench, case: Case, limits: Ceilings, present: Sequence[Peer],
     times = {name: statistics.median(us) for name, us in of_peers.items() if name not in errors}
     kind = "bf16" if case.kind == "bf16" else "f32"
     floor, x_floor = statistics.median(floors), statistics.median(t.us / f for t, f in zip(own, floors, strict=True))
-    held = targets.verdicts(bench.device, case.name, case.M, timing.us, x_floor, times)
     return Line(
         case=case.name,
         op=case.op,
@@ -123,7 +122,7 @@ def measure(bench: Bench, case: Case, limits: Ceilings, present: Sequence[Peer],
         cold=rotated >= COLD * limits.cache_bytes,
         peers=times,
         peer_errors=errors,
-        targets={text: "not measured" if good is None else targets.word(good) for text, good in held},
+        targets=targets.verdicts(bench.device, case.name, case.M, timing.us, x_floor, times),
     )
 
 

@@ -114,7 +114,6 @@ def line(
     tokens, forwards = len(decoded.tokens), max(decoded.forwards, 1)
     size = forward_bytes(model, plan.precision, plan.M, prompt + tokens // 2)
     x_floor = timing.us / limits.floor_us(size)
-    held = targets.verdicts(device, plan.name, plan.M, timing.us, x_floor, {})
     return Step(
         case=plan.name,
         config=plan.config,
@@ -133,7 +132,7 @@ def line(
         bytes=size,
         tokens_per_gigabyte=tokens / (1e-9 * size * forwards),
         x_floor=x_floor,
-        targets={goal: targets.word(bool(good)) for goal, good in held},
+        targets=targets.verdicts(device, plan.name, plan.M, timing.us, x_floor, {}),
     )
 
 

@@ -18,14 +18,13 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from harness.bench.targets import TARGETS
+from harness.bench.targets import FLOOR, US, is_held, ratio, wanted
 from harness.cells import FAILED, INFRASTRUCTURE, PASSED
 from harness.files import write_atomic
 from harness.sources import ROOT
 
 RECORD = ROOT / "docs" / "evidence" / "bench-cuda.json"
 WIDTHS = (1, 4, 8, 16, 64)
-FLOOR, US = "the floor", "us"
 HUMMING, INVARIANT = "humming", "humming-invariant"
 ROUTED = "humming-experts", "humming-experts-invariant"
 K7168, K2048 = "k26-linear-int4-bf16-k7168-n4096-m*", "k26-linear-int4-bf16-k2048-n7168-m*"
@@ -125,32 +124,6 @@ def patterns() -> list[str]:
     return list(dict.fromkeys([*(pattern for table in TABLES for _, pattern, _ in table.rows), *OTHERS]))
 
 
-def limit(line: Line, against: str) -> float | None:
-    """The target of a case beside the floor, a peer or in microseconds; None where it has none."""
-    for target in TARGETS:
-        if target.device != line["device"] or not fnmatchcase(line["case"], target.case):
-            continue
-        if target.widths and line["M"] not in target.widths:
-            continue
-        found = {FLOOR: target.floor, US: target.us, **dict(target.peers)}.get(against)
-        if found is not None:
-            return found
-    return None
-
-
-def ratio(line: Line, against: str) -> float | None:
-    """What the target is about; None where the peer was not measured."""
-    if against in (FLOOR, US):
-        return float(line["x_floor"] if against == FLOOR else line["us"])
-    peer = line.get("peers", {}).get(against)
-    return None if peer is None else peer / line["us"]
-
-
-def is_held(value: float, at: float, against: str) -> bool:
-    """At most the limit beside the floor and in microseconds, at least it beside a peer."""
-    return value <= at if against in (FLOOR, US) else value >= at
-
-
 def digits(value: float, at: float | None, against: str) -> str:
     """Two decimals, three where two would hide on which side of the limit the value is."""
     short = f"{value:.1f}" if against == US else f"{value:.2f}"
@@ -159,8 +132,14 @@ def digits(value: float, at: float | None, against: str) -> str:
     return short
 
 
+def _beside(line: Line, against: str) -> tuple[float | None, float | None]:
+    """What is held against a target, None where it was not measured, and the target, None where there is none."""
+    value = ratio(against, line["us"], line["x_floor"], line.get("peers", {}))
+    return value, wanted(line["device"], line["case"], line["M"]).get(against)
+
+
 def _cell(line: Line, against: str) -> str:
-    value, at = ratio(line, against), limit(line, against)
+    value, at = _beside(line, against)
     if value is None:
         return ""
     us = line["us"] if against == FLOOR else line["peers"][against] if against.startswith(HUMMING) else line["us"]
@@ -173,7 +152,7 @@ def _judged(lines: Sequence[Line], against: str, held: bool) -> str:
     """``VALUE (M), VALUE (M) of LIMIT; ...``, of those that hold their limit or of the others."""
     found: dict[float, list[str]] = {}
     for line in lines:
-        value, at = ratio(line, against), limit(line, against)
+        value, at = _beside(line, against)
         if value is not None and at is not None and is_held(value, at, against) == held:
             found.setdefault(at, []).append(f"{digits(value, at, against)} ({line['M']})")
     return "; ".join(f"{', '.join(values)} of {at:g}" for at, values in found.items())

@@ -5,12 +5,14 @@ Printed beside what was measured as held or missed. A target is never asserted, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 BUILD_SECONDS, BUNDLES_SECONDS, TEST_SECONDS = 15.0, 30.0, 60.0  # from nothing; from nothing on 2 cores; warm
 CPU_READ_SHARE = 0.9
+FLOOR, US = "the floor", "us"
+"""What a figure is beside, if it is no peer's name."""
 
 
 @dataclass(frozen=True)
@@ -70,21 +72,39 @@ TARGETS = (
 )
 
 
+def wanted(device: str, name: str, m: int) -> dict[str, float]:
+    """The figures that a case is held to, by what they are beside: FLOOR, US or a peer."""
+    found: dict[str, float] = {}
+    for target in TARGETS:
+        if target.device == device and fnmatchcase(name, target.case) and (not target.widths or m in target.widths):
+            figures = {FLOOR: target.floor, US: target.us, **dict(target.peers)}
+            found |= {against: figure for against, figure in figures.items() if figure is not None}
+    return found
+
+
+def ratio(against: str, us: float, x_floor: float, peers: Mapping[str, float]) -> float | None:
+    """What is held against a figure; None where the peer was not measured."""
+    if against in (FLOOR, US):
+        return x_floor if against == FLOOR else us
+    return peers[against] / us if against in peers else None
+
+
+def is_held(value: float, figure: float, against: str) -> bool:
+    """At most the figure beside the floor and in microseconds, at least it beside a peer."""
+    return value <= figure if against in (FLOOR, US) else value >= figure
+
+
 def word(held: bool) -> str:
     """The word that stands beside a target."""
     return "held" if held else "missed"
 
 
-def verdicts(
-    device: str, name: str, m: int, us: float, x_floor: float, peers: Mapping[str, float]
-) -> Iterable[tuple[str, bool | None]]:
-    """Each target of a case with whether it was held; None where its peer was not measured."""
-    for target in TARGETS:
-        if target.device != device or not fnmatchcase(name, target.case) or (target.widths and m not in target.widths):
-            continue
-        if target.floor is not None:
-            yield f"at most {target.floor:.3g}x the floor", x_floor <= target.floor
-        if target.us is not None:
-            yield f"at most {target.us:g} us", us <= target.us
-        for peer, least in target.peers:
-            yield f"at least {least:g}x {peer}", peers[peer] / us >= least if peer in peers else None
+def verdicts(device: str, name: str, m: int, us: float, x_floor: float, peers: Mapping[str, float]) -> dict[str, str]:
+    """Each target of a case, and how it went."""
+    found: dict[str, str] = {}
+    for against, figure in wanted(device, name, m).items():
+        side = "at most" if against in (FLOOR, US) else "at least"
+        text = f"{side} {figure:g} us" if against == US else f"{side} {figure:.3g}x {against}"
+        value = ratio(against, us, x_floor, peers)
+        found[text] = "not measured" if value is None else word(is_held(value, figure, against))
+    return found

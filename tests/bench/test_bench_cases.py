@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import re
-from fnmatch import fnmatchcase
 
 import pytest
 
 from harness.bench.cases import KINDS, cases, choose
-from harness.bench.command import CONFIGS
 from harness.bench.operands import OPERATIONS, binary_parents, paths, routes
-from harness.bench.step import K26, WIDTHS, plans
-from harness.bench.targets import TARGETS, verdicts
 from harness.sources import ROOT
 
 
@@ -53,30 +49,6 @@ def test_choosing() -> None:
     assert {c.op for c in choose(every, ["tiny-linear"])} == {"linear"}
     assert choose(every, ["tiny-*-m8"]) == [c for c in every if c.family == "tiny" and c.M == 8]
     assert choose(every, ["nothing of the kind"]) == []
-
-
-@pytest.mark.parametrize("target", TARGETS, ids=lambda t: f"{t.device}-{t.case}-{t.widths}")
-def test_every_target_is_of_some_case(target: object) -> None:
-    t = target
-    steps = plans([*CONFIGS, K26], WIDTHS, [])
-    named = [(c.name, c.M) for c in [*cases(t.device), *steps]]  # type: ignore[attr-defined]
-    matched = [m for name, m in named if fnmatchcase(name, t.case)]  # type: ignore[attr-defined]
-    assert matched
-    assert set(t.widths) <= set(matched)  # type: ignore[attr-defined]
-
-
-def test_verdicts_compare_in_the_right_direction() -> None:
-    name = "k26-linear-int4-bf16-k7168-n4096-m1"
-
-    def ask(us: float, x_floor: float, **peers: float) -> dict[str, bool | None]:
-        named = {key.replace("_", "-"): value for key, value in peers.items()}
-        return dict(verdicts("cuda", name, 1, us, x_floor, named))
-
-    assert list(ask(10, 1.3, humming=17, humming_invariant=51).values()) == [True, True, True]
-    assert list(ask(10, 1.4, humming=15, humming_invariant=49).values()) == [False, False, False]
-    assert list(ask(10, 1.3).values()) == [True, None, None]
-    assert dict(verdicts("cuda", "k26-tree_build-n163840-l15-b16-m17", 17, 12.5, 9, {})) == {"at most 12 us": False}
-    assert list(verdicts("cpu", name, 4, 1, 1, {})) == []
 
 
 def test_the_tree_is_binary_and_paths_lead_to_the_root() -> None:
