@@ -142,7 +142,7 @@ def _cell(line: Line, against: str) -> str:
     value, at = _beside(line, against)
     if value is None:
         return ""
-    us = line["us"] if against == FLOOR else line["peers"][against] if against.startswith(HUMMING) else line["us"]
+    us = line["peers"][against] if against.startswith(HUMMING) else line["us"]
     text = digits(value, at, against)
     text = f"**{text}**" if at is not None and is_held(value, at, against) else text
     return f"{us:.1f} ({text})" if us < 100 else f"{us:.0f} ({text})"
@@ -175,7 +175,7 @@ def made(table: Table, record: Mapping[str, Any]) -> list[str]:
     return out
 
 
-def differing(record: Mapping[str, Any], write: bool = False) -> Iterator[tuple[Table, list[str], list[str]]]:
+def differing(record: Mapping[str, Any], write: bool) -> Iterator[tuple[Table, list[str], list[str]]]:
     """Each table of which a document has other lines than the record gives: (table, had, wanted).
 
     Raises ValueError naming the page that has no table with that head.
