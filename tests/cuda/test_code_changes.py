@@ -18,18 +18,36 @@ Parts = dict[str, bytes]
 KERNEL, OTHER = "_Z5firstPf", "_Z6secondPf"
 
 
-def elf(kernels: Mapping[str, tuple[bytes, int]], variable: bytes = b"") -> bytes:
-    """A cubin of kernels, each its instructions and registers, laid out by the ELF standard: headers last."""
+def elf(
+    kernels: Mapping[str, tuple[bytes, int]],
+    variable: bytes = b"",
+    calls: Mapping[str, str] | None = None,
+    shared: int = 0,
+) -> bytes:
+    """A cubin of kernels, each its instructions and registers, laid out by the ELF standard: headers last.
+
+    ``calls``: whose address a kernel takes; ``shared``: bytes of shared memory of each, which the file does not hold.
+    """
     strings = b"\0" + b"".join(name.encode() + b"\0" for name in kernels)
     names = list(kernels)
     where = {name: strings.index(name.encode() + b"\0") for name in names}
     symbols = bytes(24) + b"".join(struct.pack("<IBBHQQ", where[n], 0x12, 0, 4 + i, 0, 0) for i, n in enumerate(names))
-    info = b"".join(struct.pack("<BBHII", 4, 0x2F, 8, 1 + i, kernels[n][1]) for i, n in enumerate(names))
+    info = struct.pack("<BBH", 3, 0x37, 1)  # of the whole file
+    info += b"".join(struct.pack("<BBHII", 4, 0x2F, 8, 1 + i, kernels[n][1]) for i, n in enumerate(names))
+    info += b"".join(struct.pack("<BBHII", 4, 0x11, 8, 1 + i, 16) for i in range(len(names)))
     bodies = [("", 0, b""), (".strtab", 3, strings), (".symtab", 2, symbols), (".nv.info", 0x70000000, info)]
     bodies += [(f".text.{name}", 1, code) for name, (code, _) in kernels.items()]
-    # The place of the kernel in the table of symbols is in its own attributes too, and lines are in debug sections.
-    own = [struct.pack("<BBHIHH", 4, 0x0A, 8, 1 + i, 0x210, 8) for i in range(len(names))]
-    bodies += [(f".nv.info.{name}", 0x70000000, own[i]) for i, name in enumerate(names)]
+    for i, name in enumerate(names):
+        # The place of the kernel in the table of symbols is in its own attributes too, and lines are in debug sections.
+        own = struct.pack("<BBH", 3, 0x1B, 255) + struct.pack("<BBHIHH", 4, 0x0A, 8, 1 + i, 0x210, 8)
+        if calls and name in calls:
+            called = 1 + names.index(calls[name])
+            own += struct.pack("<BBHI", 4, 0x0F, 4, called)
+            bodies.append((f".rela.text.{name}", 4, struct.pack("<QQq", 0x20, called << 32 | 7, 5)))
+            bodies.append((f".rel.nv.constant0.{name}", 9, struct.pack("<QQ", 0x30, called << 32 | 9)))
+        if shared:
+            bodies.append((f".nv.shared.{name}", 8, bytes(shared)))
+        bodies.append((f".nv.info.{name}", 0x70000000, own))
     bodies += [(".debug_line", 1, repr(names).encode()), (".nv.constant3", 1, variable), (".shstrtab", 3, b"")]
     titles = b"".join(name.encode() + b"\0" for name, _, _ in bodies)
     bodies[-1] = (".shstrtab", 3, titles)
@@ -38,7 +56,7 @@ def elf(kernels: Mapping[str, tuple[bytes, int]], variable: bytes = b"") -> byte
         link = 1 if name == ".symtab" else 0
         heads += struct.pack("<IIQQQQIIQQ", title, kind, 0, 0, len(out), len(body), link, 0, 1, 0)
         title += len(name) + 1
-        out += body
+        out += body if kind != 8 else b""
     struct.pack_into("<Q", out, 40, len(out))
     struct.pack_into("<HH", out, 60, len(bodies), len(bodies) - 1)
     return bytes(out) + heads
@@ -65,6 +83,24 @@ def test_what_stands_beside_a_kernel_does_not_count() -> None:
     assert {cubin.plain(f"_ZN{len(name)}{name}1kEPf") for name in hashed} == {"_ZN12_GLOBAL__N_11kEPf"}
 
 
+def test_what_a_kernel_reserves_and_refers_to_counts_by_name() -> None:
+    """Attributes, shared memory and addresses: not where a symbol stands, but which it is."""
+    both = {KERNEL: (code(1), 40), OTHER: (code(3), 255)}
+    found = cubin.kernels(elf(both, calls={OTHER: KERNEL}, shared=1024))[OTHER]
+    name = KERNEL.encode().hex().encode()
+    assert found == {
+        cubin.CODE: code(3),
+        cubin.REGISTERS: struct.pack("<I", 255),
+        "attribute 11": struct.pack("<I", 16),
+        ".rela.text": f"20 7 {KERNEL} [5]\n".encode(),
+        ".rel.nv.constant0": f"30 9 {KERNEL} []\n".encode(),
+        ".nv.shared": b"1024",
+        ".nv.info": b"1b ff00\n0a 10020800\n0f " + name + b"\n",
+    }
+    turned = cubin.kernels(elf(dict(reversed(both.items())), calls={OTHER: KERNEL}, shared=1024))
+    assert turned[OTHER] == found
+
+
 def kernels(file: str, made: Mapping[str, tuple[bytes, int]]) -> dict[tuple[str, str], Mapping[str, bytes]]:
     return {(file, name): parts for name, parts in cubin.kernels(elf(made)).items()}
 
@@ -89,6 +125,24 @@ def test_changes() -> None:
     shorter = kernels("a.cu", {KERNEL: (code(1, 2), 40), OTHER: (code(5), 9), "gone": (code(7), 1)})
     (cut,) = code_changes.compare(before, shorter, "9.0")
     assert cut.detail == "2 instructions, were 3; the first that differs is at 0x0020"
+
+
+def test_a_kernel_that_moves_and_changes_is_no_other_kernel() -> None:
+    before, after = kernels("a.cu", {KERNEL: (code(1, 2), 40)}), kernels("b.cu", {KERNEL: (code(1, 3), 40)})
+    assert code_changes.compare(before, after, "9.0") == [
+        code_changes.Change(
+            "differs", "b.cu", "9.0", KERNEL, "was in a.cu; 2 instructions; the first that differs is at 0x0010"
+        )
+    ]
+
+
+def test_what_one_of_two_kernels_has_alone_is_named() -> None:
+    without, has = (
+        {("a.cu", name): parts for name, parts in cubin.kernels(elf({KERNEL: (code(1), 40)}, shared=size)).items()}
+        for size in (0, 1024)
+    )
+    assert [change.detail for change in code_changes.compare(without, has, "9.0")] == [".nv.shared differs"]
+    assert [change.detail for change in code_changes.compare(has, without, "9.0")] == [".nv.shared differs"]
 
 
 def git(root: Path, *arguments: str) -> None:
@@ -124,18 +178,20 @@ def test_only_what_the_compiler_reads_is_compiled(
     for number, name in enumerate(("one", "two"), start=1):
         (tmp_path / name).write_bytes(elf({KERNEL: (code(number), 40)}))
     calls, compiler = tmp_path / "calls", tmp_path / "nvcc"
-    # In place of nvcc: `//!` lines are the code, and begin with what it compiles to.
+    # In place of nvcc: `//!` lines are the code, and begin with what it compiles to; for 12.0 all is `one`.
     compiler.write_text(f"""#!/bin/sh
 for last in "$@"; do :; done
 case "$*" in
   *-ptx*) stage=ptx;;
   *-cubin*) stage=cubin;;
-  *) grep "//!" "$last"; echo "# 1 \\"$last\\""; exit;;
+  *) grep "//!" "$last"; echo "# 1 \\"$PWD/$last\\""; exit;;
 esac
 echo "$stage $last" >> {calls}
+case "$*" in *compute_120*) fixed=one;; esac
 while [ "$1" != -o ]; do shift; done
 made=$(sed -n "s|//! \\([a-z]*\\).*|\\1|p" "$last")
-if [ $stage = ptx ]; then echo ".loc $last" > "$2"; echo $made >> "$2"; else cp "{tmp_path}/$made" "$2"; fi
+made=${{fixed:-$made}}
+if [ $stage = ptx ]; then echo ".loc $PWD/$last" > "$2"; echo $made >> "$2"; else cp "{tmp_path}/$made" "$2"; fi
 """)
     compiler.chmod(0o755)
     monkeypatch.setattr(environment, "nvcc", lambda: (str(compiler), "13.0"))
@@ -164,6 +220,19 @@ if [ $stage = ptx ]; then echo ".loc $last" > "$2"; echo $made >> "$2"; else cp 
     assert nvcc.main(["--arch", "9.0", "--against", "HEAD", "--json"]) == 1
     (change,) = json.loads(capsys.readouterr().out)["changes"]
     assert (change["what"], change["file"], change["name"]) == ("differs", "a.cu", KERNEL)
+    (csrc / "b.cu").rename(csrc / "c.cu")
+    status, said, compiled = against()
+    assert (status, sorted(compiled)) == (1, ["cubin csrc/cuda/b.cu", "cubin csrc/cuda/c.cu"])
+    assert re.search(r"moved +c\.cu +9\.0 +first\n +was \S*first\S* in b\.cu", said)
+    assert "2 kernels changed since HEAD" not in said, "what has moved is no change"
+    assert "of 2 compared; 3 sources" in said
+    assert nvcc.main(["--arch", "9.0", "12.0", "--against", "HEAD", "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert [(change["what"], change["file"], change["arch"]) for change in found["changes"]] == [
+        ("differs", "a.cu", "9.0"),
+        ("moved", "c.cu", "9.0"),
+        ("moved", "c.cu", "12.0"),
+    ]
 
 
 def test_nothing_to_compare_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Text) -> None:
@@ -179,6 +248,10 @@ def test_nothing_to_compare_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     (csrc / "a.cu").write_text("fails\n")
     assert nvcc.main(["--arch", "9.0", "--against", "HEAD"]) == 3
     assert "this checkout's a.cu does not compile for 9.0:\na.cu(1): error: no" in capsys.readouterr().err
+    git(tmp_path, "commit", "-q", "-a", "-m", "broken")
+    (csrc / "a.cu").write_text("mended\n")
+    assert nvcc.main(["--arch", "9.0", "--against", "HEAD"]) == 3
+    assert "the commit's a.cu does not compile for 9.0" in capsys.readouterr().err
 
 
 SOURCE = """
