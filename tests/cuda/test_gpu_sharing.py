@@ -119,6 +119,36 @@ def test_sticky_errors() -> None:
     assert [gpu.is_sticky(text) for text in lost + kept] == [True] * len(lost) + [False] * len(kept)
 
 
+def test_who_waits_gets_the_card_when_it_is_free_and_names_itself_alone(locks: Path) -> None:
+    first = gpu.Lease(GPU, run="a name that is longer than the other one's")
+    told: list[str] = []
+
+    def say(text: str) -> None:
+        told.append(text)
+        first.__exit__(None, None, None)
+
+    first.__enter__()
+    with gpu.Lease(GPU, run="b", timeout=PATIENCE, say=say) as second:
+        assert f"process {os.getpid()} " in second.holder()
+        assert "run b, since" in second.holder()
+    assert len(told) == 1
+    with gpu.Lease(GPU, timeout=0.0):
+        pass
+
+
+def test_a_folder_of_another_user_is_refused(locks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert gpu.lock_folder() == locks
+    owner = os.getuid()
+    monkeypatch.setattr(os, "getuid", lambda: owner + 1)
+    with pytest.raises(PermissionError, match="belongs to another user; set KDTREE_LOCKS"):
+        gpu.lock_folder()
+    monkeypatch.setattr(os, "getuid", lambda: owner)
+    monkeypatch.delenv("KDTREE_LOCKS")
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(locks))
+    assert gpu.lock_folder() == locks / f"kdtree-locks-{owner}"
+    assert gpu.lock_folder().stat().st_mode & 0o777 == 0o700
+
+
 HOLD = """
 import sys, time
 from harness.gpu import Gpu, Lease
