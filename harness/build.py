@@ -78,7 +78,7 @@ def build(
     flags = _flags(device, debug, sanitize)
     files = sources(device)
     key = _key(files, flags, torch, compiler, toolkit, capabilities)
-    home = cache or Path(os.environ.get("KDTREE_BUILD") or ROOT / "build")
+    home = cache or cache_folder()
     final = home / f"{device}-{key}"
     library = final / f"{NAME}.so"
     if library.exists():
@@ -95,6 +95,11 @@ def build(
     except OSError as error:
         raise BuildError(f"{said(error)}; KDTREE_BUILD names another folder than {home}") from error
     return library
+
+
+def cache_folder() -> Path:
+    """Where whatever is compiled is kept: ``build/`` in the checkout, or ``KDTREE_BUILD``."""
+    return Path(os.environ.get("KDTREE_BUILD") or ROOT / "build")
 
 
 def _drop_unused(home: Path) -> None:

@@ -259,7 +259,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not sources:
         print(f"no .cu under {build.CSRC / 'cuda'}: run this in a checkout", file=sys.stderr)
         return INFRASTRUCTURE
-    cache = Path(os.environ.get("KDTREE_BUILD") or build.ROOT / "build") / "nvcc"
+    cache = build.cache_folder() / "nvcc"
     cuobjdump = environment.cuobjdump(nvcc)
     if not cuobjdump:
         lost = "instructions that differ are not shown" if options.against else "machine code is not looked at"

@@ -109,8 +109,14 @@ def main(argv: Sequence[str]) -> int:
 def alone_here() -> Iterator[None]:
     """One run at a time in a checkout, in an empty scratch folder. Raises EvidenceError."""
     path = ROOT / SCRATCH
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.with_suffix(".lock").open("w") as lock:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = path.with_suffix(".lock").open("w")
+    except OSError as error:
+        raise EvidenceError(
+            f"{said(error)}; stages leave what they make there: run it in a checkout of your own"
+        ) from error
+    with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:

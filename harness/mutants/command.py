@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from harness import bundles, plain_json
+from harness.build import cache_folder
 from harness.bundle_lock import BundleError
 from harness.cells import FAILED, INFRASTRUCTURE, PASSED
 from harness.cli import Parser, output, positive
@@ -36,11 +37,15 @@ from harness.toolchain import BuildError
 
 WORKERS = 2
 SAME_BYTES = "built anew it has the bytes of the unedited engine, which runs"
-HOME = ROOT / "build" / "mutants"
 EVIDENCE = {
     "cpu": ROOT / "docs" / "evidence" / "mutants.json",
     "cuda": ROOT / "docs" / "evidence" / "mutants-cuda.json",
 }
+
+
+def home() -> Path:
+    """Where edited engines are built, and their objects kept."""
+    return cache_folder() / "mutants"
 
 
 def one(
@@ -175,11 +180,11 @@ def main(argv: Sequence[str]) -> int:
         if options.compile_only:
             return compile_only(faults, options.device, options.json, say)
         if options.build_only:
-            return build_only(faults, Workshop(options.device, HOME, options.workers), options.workers, say)
+            return build_only(faults, Workshop(options.device, home(), options.workers), options.workers, say)
         points = expected([options.device])
         paths = bundles.ensure(list(dict.fromkeys(point.config for point in points)), say=say)
         known = recorded(options.known or EVIDENCE[options.device], must_be=options.known is not None)
-        workshop = Workshop(options.device, HOME, options.workers)
+        workshop = Workshop(options.device, home(), options.workers)
         results = run_all(faults, workshop, points, paths, known, options.workers, say, keep)
     except (CatalogueError, MatrixError, BuildError, BundleError, ValueError, ZeroDivisionError) as error:
         print(f"kdtree mutants: {error}", file=sys.stderr)
@@ -221,7 +226,7 @@ def build_only(faults: Sequence[Fault], workshop: Workshop, workers: int, say: b
 def compile_only(faults: Sequence[Fault], device: str, json: Path | None, say: bundles.Say) -> int:
     """Whether the faults compile; the exit status. Raises BuildError."""
     start = time.monotonic()
-    checker = syntax.checker(device, HOME)
+    checker = syntax.checker(device, home())
     broken = syntax.broken(faults, checker, say)
     for name, why in broken.items():
         say(f"{name:<34} DOES NOT BUILD: {why}")

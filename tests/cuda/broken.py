@@ -30,12 +30,12 @@ from harness.filters import matcher
 from harness.gpu import survey
 from harness.mutants.build import CompileError, Workshop
 from harness.mutants.catalogue import Edit, Fault, load, plant
+from harness.mutants.command import home
 from harness.sources import ROOT, describe
 from harness.yaml_nodes import SAFE
 
 HERE = Path(__file__).parent
 BREAKS = HERE / "breaks.yaml"
-HOME = ROOT / "build" / "mutants"
 SECONDS = 90.0  # for the tests of one break, on a machine that also compiles
 PAIRS = 150
 FAILS, PASSES, MISSING, CRASHES, HANGS = "fails", "passes", "is not there", "crashes", "hangs"
@@ -237,7 +237,7 @@ def run(
     """Every break, ``workers`` at a time, that is not among those seen ``before``; exit status."""
     start, known = time.monotonic(), {(noticed.says, *noticed.how): noticed for noticed in before}
     results = {b.fault.name: known.get((b.fault.says, *b.tests, *b.pairs)) for b in chosen}
-    workshop = Workshop("cuda", HOME, workers)
+    workshop = Workshop("cuda", home(), workers)
     queue = [b for b in chosen if results[b.fault.name] is None]
     queue.sort(key=lambda b: workshop.reach({edit.file for edit in b.fault.edits}))
     pool = ThreadPoolExecutor(workers)

@@ -342,6 +342,10 @@ def test_arguments_that_cannot_be_followed_are_told_before_anything_runs(
     }.items():
         assert cli.main(["evidence", *words]) == 3
         assert said in capsys.readouterr().err
+    with monkeypatch.context() as read_only:
+        read_only.setattr(command, "SCRATCH", tmp_path / "file" / "build" / "evidence")
+        assert cli.main(["evidence", str(tmp_path / "o")]) == 3
+        assert "run it in a checkout of your own" in capsys.readouterr().err
     monkeypatch.setattr(command, "survey", lambda: Survey((), "no driver", ""))
     assert cli.main(["evidence", str(tmp_path / "o")]) == 3
     assert "no GPU: no driver" in capsys.readouterr().err

@@ -18,11 +18,12 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from harness.build import cache_folder
 from harness.environment import processors
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).resolve().parent
-WORK = ROOT / "build" / "fuzz"
+WORK = cache_folder() / "fuzz"
 SOURCES = [
     "kdtr.cpp",
     "config.cpp",

@@ -9,7 +9,7 @@ import pytest
 from harness import environment
 from harness.mutants import syntax
 from harness.mutants.catalogue import Edit, Fault, load
-from harness.mutants.command import HOME
+from harness.mutants.command import home
 from harness.mutants.syntax import Checker, Hunk, batches, broken, hunks, merged
 
 SOURCES = {
@@ -131,7 +131,7 @@ def test_faults_that_only_disturb_each_other_are_not_accused(checker: Checker) -
 @pytest.mark.slow
 def test_every_fault_of_the_cpu_compiles() -> None:
     faults = [one for one in load() if one.device == "cpu"]
-    assert broken(faults, syntax.checker("cpu", HOME), print) == {}
+    assert broken(faults, syntax.checker("cpu", home()), print) == {}
 
 
 if environment.nvcc()[0]:  # `nox -s nvcc` checks all CUDA faults; here, that its checker can say no
@@ -143,6 +143,6 @@ if environment.nvcc()[0]:  # `nox -s nvcc` checks all CUDA faults; here, that it
             fault("on_the_device", "cuda/ranks.cu", "checksum_term(data[i], i)", "checksum_term(data[i])"),
             fault("fine", "cuda/ranks.cu", "unsigned long long sum = 0;", "unsigned long long sum = 1;"),
         ]
-        found = broken(faults, syntax.checker("cuda", HOME), print)
+        found = broken(faults, syntax.checker("cuda", home()), print)
         assert sorted(found) == ["on_the_device", "on_the_host"]
         assert "no_such_rows" in found["on_the_host"]

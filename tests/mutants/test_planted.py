@@ -29,7 +29,7 @@ BY_NAME = {fault.name: fault for fault in load()}
 @pytest.fixture(scope="module")
 def workshop() -> Workshop:
     mutants_run.serve()
-    return Workshop("cpu", mutants.HOME)
+    return Workshop("cpu", mutants.home())
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +44,12 @@ def outcome(fault: Fault, workshop: Workshop, paths: dict[str, Path], folder: Pa
 
 def edit(file: str, find: str, replace: str) -> Fault:
     return Fault("made_here", "int4", "made for a test", (Edit(file, find, replace),))
+
+
+def test_edited_engines_are_kept_where_the_real_ones_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkout that can only be read is used with KDTREE_BUILD, which names a folder of the user's."""
+    monkeypatch.setenv("KDTREE_BUILD", str(tmp_path))
+    assert mutants.home() == tmp_path / "mutants"
 
 
 @pytest.mark.slow
