@@ -99,7 +99,7 @@ def measure(bench: Bench, case: Case, limits: Ceilings, present: Sequence[Peer],
                 errors[peer.name] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
     timing = clock.pooled(own)
     times = {name: statistics.median(us) for name, us in of_peers.items() if name not in errors}
-    kind = "bf16" if case.kind == "bf16" else "f32"
+    kind = "bf16" if case.kind.endswith("bf16") else "f32"  # what is multiplied, whatever is stored
     floor, x_floor = statistics.median(floors), statistics.median(t.us / f for t, f in zip(own, floors, strict=True))
     return Line(
         case=case.name,

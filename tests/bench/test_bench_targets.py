@@ -61,6 +61,15 @@ def test_every_target_is_of_a_case() -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_no_record_is_faster_than_its_roofline(device: str) -> None:
+    """A ceiling that is not of the operation's own numbers gives shares above 1 where computing is the bound."""
+    record = json.loads((ROOT / "docs" / "evidence" / f"bench-{device}.json").read_text("utf-8"))
+    cold = [line for line in record["cases"] if line["cold"]]
+    assert len(cold) > 10
+    assert not [(line["case"], line["roofline"]) for line in cold if not 0 < line["roofline"] <= 1.02]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_records_say_what_their_figures_give(device: str) -> None:
     """So a target that is set anew is set against what was measured; the numbers stand in the records in words."""
     record = json.loads((ROOT / "docs" / "evidence" / f"bench-{device}.json").read_text("utf-8"))
