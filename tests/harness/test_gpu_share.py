@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from engine import plan
 from harness import gpu_share, prepare, run
 from harness.bundles import ensure
 from harness.gpu import CONTEXT_BYTES, Gpu, GpuBusy, Survey
@@ -14,7 +15,7 @@ from harness.prepare import Infrastructure, Plan
 from harness.remote.hosts import Gpus, Host
 from harness.remote.order import able
 from harness.run import Run
-from refs import kdtr
+from refs import kdtr, recipe
 
 
 def card(free: int, uuid: str = "GPU-a") -> Gpu:
@@ -30,12 +31,31 @@ def test_a_session_is_reckoned_larger_than_its_weights(config: str) -> None:
     assert least < session_bytes(config) - gpu_share.SCRATCH_BYTES < 4 * least
 
 
+@pytest.mark.parametrize("config", recipe.names())
+def test_a_session_is_reckoned_as_it_is_planned(config: str) -> None:
+    """`kdtree plan`, which tests hold against what sessions allocate; beside it rows that are recorded."""
+    found = recipe.load(config)
+    model, run = found.model, found.run
+    rows = max(65, run.budget + 1)
+    plans = [plan.plan(model, precision, 1, model.max_context, rows) for precision in found.precisions]
+    largest = max(sum(one.weights.values()) for one in plans)
+    cache = 4 * (model.max_context + rows) * model.num_layers * (model.kv_lora_rank + model.qk_rope_head_dim)
+    kept = 4 * (rows + 2 * run.max_tokens + 2) * model.vocab_size
+    reckoned = session_bytes(config) - gpu_share.SCRATCH_BYTES
+    assert reckoned == largest + cache + kept
+    assert max(one.workspace for one in plans) <= gpu_share.SCRATCH_BYTES
+
+
 def test_memory_caps_the_workers_and_the_fullest_gpu_decides() -> None:
     need = 2 * session_bytes("tiny") + CONTEXT_BYTES
     room = [int(need * count / 0.9) + 1 for count in range(4)]
     assert workers_that_fit([card(room[3])], ["tiny"], 8) == 3
     assert workers_that_fit([card(room[3])], ["tiny"], 2) == 2
     assert workers_that_fit([card(room[3]), card(room[1], "GPU-b")], ["tiny", "tiny2"], 8) == 2
+    largest = max(recipe.names(), key=session_bytes)
+    for configs in (["tiny", largest], [largest, "tiny"]):
+        exactly = int((2 * session_bytes(largest) + CONTEXT_BYTES) / 0.9) + 2
+        assert workers_that_fit([card(exactly)], configs, 8) == 1, "the largest config of the run decides"
     with pytest.raises(GpuTooSmall, match=r"needs \d+ MiB of GPU memory \(Card: \d+ MiB free\)"):
         workers_that_fit([card(room[1] - need // 8)], ["tiny"], 8)
 
@@ -46,6 +66,7 @@ def test_workers_are_dealt_out_over_the_gpus() -> None:
         environment = {"CUDA_VISIBLE_DEVICES": "0,1"}
         give(worker, ["GPU-a", "GPU-b"], environment)
         seen.append(environment["CUDA_VISIBLE_DEVICES"])
+        assert environment["KDTREE_RANKS_GPUS"] == "GPU-a,GPU-b", "ranks have them all"
     assert seen == ["GPU-a", "GPU-b", "GPU-a", "GPU-b"]
 
 
