@@ -22,9 +22,36 @@ def test_turns_are_pooled_by_their_medians() -> None:
 
 
 def test_a_call_of_a_replay_takes_its_share() -> None:
-    given = iter([900.0, *(float(t) for t in range(100, 200, 10))])
+    given = iter([50.0, *(float(t) for t in range(100, 200, 10))])
     timing = clock.replays(lambda: next(given), 10, 1e-9)
     assert timing == clock.Timing(12.0, 11.0, 13.0, 10.0, clock.FEWEST), "the first replay is to warm up"
+
+
+class Time:
+    """Microseconds that pass when a call says so."""
+
+    def __init__(self) -> None:
+        self.us = 5_000_000
+
+    def perf_counter(self) -> float:
+        return self.us / 1e6
+
+    def perf_counter_ns(self) -> int:
+        return self.us * 1000
+
+    def call(self, us: int) -> float:
+        self.us += us
+        return float(us)
+
+
+def test_times_are_microseconds_and_as_many_as_seconds_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    time = Time()
+    monkeypatch.setattr(clock, "time", time)
+    each = clock.wall([lambda: time.call(7), lambda: time.call(9)], 80e-6)
+    assert each == clock.Timing(8.0, 7.0, 9.0, 7.0, 10)
+    assert clock.replays(lambda: time.call(70), 10, 700e-6) == clock.Timing(7.0, 7.0, 7.0, 7.0, 10)
+    assert clock.replays(lambda: time.call(1), 1, 1.0).samples == clock.MOST
+    assert clock.replays(lambda: time.call(1), 1, 1e-9).samples == clock.FEWEST
 
 
 def test_a_replay_holds_every_call_and_enough_of_them() -> None:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
 from engine import create
-from harness.bench import k26, ranks, step, work
+from harness.bench import clock, k26, ranks, step, targets, work
 from harness.bench.ceilings import Ceilings
 from harness.bundles import ensure
+from harness.protocol import Decoded, DecodeRequest, Round, Session
 from refs import kdtr
 
 SMALL = {
@@ -54,6 +55,34 @@ def test_the_full_model_has_k26_sizes() -> None:
         work.forward_bytes(k26.model(), "int4-bf16", 1, 9) - work.forward_bytes(k26.model(), "int4-bf16", 1, 8)
         == 4 * 2 * 576
     )
+
+
+class Recording:
+    """A session that says how long each of its decodes took: six tokens in three forwards, logged or not."""
+
+    def __init__(self) -> None:
+        self.seconds = iter([1.0, 1.0, *(3e-6 * us for us in (40, 10, 30, 20, 50))])
+
+    def decode(self, request: Any) -> Decoded:
+        rounds = (Round((1, 2, 3), (-1, 0, 0), (0,)), Round((1,), (-1,), (0,))) if request.record else ()
+        took = next(self.seconds)
+        return Decoded((1, 2, 3, 4, 5, 6), 3, "limit", (2, 2, 2), rounds=rounds, decode_seconds=took)
+
+
+def test_a_line_is_by_hand_what_its_decodes_took() -> None:
+    request = DecodeRequest((1, 2), 6)
+    measured = step.measure(cast(Session, Recording()), request, runs=5)
+    assert measured[0] == clock.Timing(*(pytest.approx(us) for us in (30.0, 20.0, 40.0, 10.0)), 5)
+    assert measured[2] == 2.0, "of the logged decode alone"
+    plan = step.Plan(step.K26, "int4-bf16", "ddtree", 16)
+    config = k26.model(**SMALL)
+    line = step.line(plan, "cuda", config, 2, measured, LIMITS)
+    size = work.forward_bytes(config, "int4-bf16", 16, 2 + 3)  # as many keys as there are on average
+    assert (line.bytes, line.forwards, line.tokens, line.runs) == (size, 3, 6, 5)
+    assert line.x_floor == pytest.approx(30.0 / (size / 1e4))
+    assert line.tokens_per_second == pytest.approx(6 / 90e-6)
+    assert line.tokens_per_gigabyte == pytest.approx(6 / (3 * size / 1e9))
+    assert line.targets == {"at most 1.18x the floor": targets.word(line.x_floor <= 1.18)}
 
 
 @pytest.mark.slow
