@@ -100,6 +100,18 @@ def test_ranks_that_cannot_share_the_model_are_named(capsys: pytest.CaptureFixtu
     assert undivided(k26.model(), 16) == []
 
 
+def test_every_size_that_ranks_share_has_to_divide() -> None:
+    config = plan.find("tiny")
+    assert undivided(config, 2) == []
+    shared = ("num_heads", "hidden_size", "vocab_size", "intermediate_size", "moe_intermediate_size")
+    for field in shared:
+        odd = replace(config, **{field: getattr(config, field) + 1})  # type: ignore[arg-type]
+        assert undivided(odd, 2) == [field]
+    both = replace(config, intermediate_size=33, moe_intermediate_size=33)
+    assert undivided(replace(both, first_k_dense=0), 2) == ["moe_intermediate_size"], "no layer is dense"
+    assert undivided(replace(both, first_k_dense=both.num_layers), 2) == ["intermediate_size"], "no layer has experts"
+
+
 def test_a_config_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
     assert plan.main(["nothing", "--memory", "96"]) == INFRASTRUCTURE
     assert "known configs" in capsys.readouterr().err
