@@ -67,8 +67,7 @@ def _difference(before: Parts, after: Parts, arch: str, disassembler: str) -> st
     old, new = before.get(cubin.CODE, b""), after.get(cubin.CODE, b"")
     if old != new:
         size = cubin.INSTRUCTION
-        at = next((i for i in range(0, min(len(old), len(new)), size) if old[i : i + size] != new[i : i + size]), None)
-        first = min(len(old), len(new)) if at is None else at
+        first = next(i for i in range(0, max(len(old), len(new)), size) if old[i : i + size] != new[i : i + size])
         count = f"{len(new) // size} instructions" + ("" if len(old) == len(new) else f", were {len(old) // size}")
         texts = [_instruction(disassembler, arch, code, first) for code in (new, old)]
         shown = f": {texts[0] or 'none'}, was {texts[1] or 'none'}" if any(texts) else ""
