@@ -9,9 +9,14 @@ from harness.bench import clock
 
 def test_a_summary_is_the_median_with_its_quartiles() -> None:
     assert clock.summarise([5.0, 1.0, 2.0, 4.0, 3.0]) == clock.Timing(3.0, 2.0, 4.0, 1.0, 5)
+    assert clock.summarise([1.0, 3.0]) == clock.Timing(2.0, 1.5, 2.5, 1.0, 2)
     assert clock.summarise([7.0]) == clock.Timing(7.0, 7.0, 7.0, 7.0, 1)
     with pytest.raises(clock.MeasureError, match="no samples"):
         clock.summarise([])
+
+
+def test_each_device_has_its_clock() -> None:
+    assert (clock.clock("cpu"), clock.clock("cuda")) == (clock.wall, clock.gpu)
 
 
 def test_turns_are_pooled_by_their_medians() -> None:

@@ -8,8 +8,10 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+import torch
 
-from harness.bench import ceilings, ops, plot, step
+from harness import environment
+from harness.bench import ceilings, clock, ops, plot, reading, step
 from harness.bench.ceilings import Ceilings
 from harness.cells import INCOMPLETE, INFRASTRUCTURE, PASSED
 from harness.cli import main
@@ -81,6 +83,41 @@ def test_the_cache_size_is_the_largest_of_the_first_processor(tmp_path: Path) ->
         (tmp_path / f"index{index}" / "size").write_text(size + "\n")
     assert ceilings.cpu_cache_bytes(tmp_path) == 32 << 20
     assert ceilings.cpu_cache_bytes(tmp_path / "none") == ceilings.DEFAULT_CACHE
+
+
+def test_ceilings_are_of_the_fastest_sample_and_floors_of_the_median(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Reader:
+        bytes = 1000
+
+        def __init__(self, data: Any, threads: int) -> None:
+            assert (data.numel() * data.element_size(), threads) == (4096, 3)
+
+        def timed(self, seconds: float) -> clock.Timing:
+            return clock.Timing(50.0, 45.0, 60.0, 40.0, 9)
+
+    monkeypatch.setenv("KDTREE_THREADS", "3")
+    monkeypatch.setattr(reading, "Reader", Reader)
+    monkeypatch.setattr(clock, "wall", lambda calls, seconds: clock.Timing(200.0, 150.0, 300.0, 100.0, 9))
+    monkeypatch.setattr(ceilings, "READ_BYTES", {"cpu": 4096})
+    monkeypatch.setattr(ceilings, "MATMUL", {"cpu": 8})
+    before = torch.get_num_threads()
+    try:
+        found = ceilings._cpu()
+    finally:
+        torch.set_num_threads(before)
+    assert found.read == pytest.approx(1000 / 40e-6)
+    assert found.matmul == {"f32": pytest.approx(2 * 8**3 / 100e-6)}
+    assert found.floor_us(500) == 25.0
+
+
+@pytest.mark.parametrize(
+    ("own", "omp", "threads"), [("3", "5", 3), ("0", "5", 5), ("x", "1", 1), ("", "", 7), ("-2", "0", 7)]
+)
+def test_threads_are_the_engines(monkeypatch: pytest.MonkeyPatch, own: str, omp: str, threads: int) -> None:
+    monkeypatch.setenv("KDTREE_THREADS", own)
+    monkeypatch.setenv("OMP_NUM_THREADS", omp)
+    monkeypatch.setattr(environment, "processors", lambda: 7)
+    assert ceilings.threads() == threads
 
 
 def test_the_roofline_is_the_slower_of_reading_and_computing() -> None:
