@@ -29,7 +29,7 @@ def test_plans_are_ar_once_and_a_tree_for_each_width() -> None:
         "step-fp32-ar-tiny-m1", "step-fp32-ddtree-tiny-m4", "step-int4-ar-tiny-m1", "step-int4-ddtree-tiny-m4",
         "step-int4-bf16-ar-k26-m1", "step-int4-bf16-ddtree-k26-m4",
     ]  # fmt: skip
-    assert [p.name for p in step.plans(["tiny"], [4], ["int4-ar"])] == ["step-int4-ar-tiny-m1"]
+    assert [p.name for p in step.plans(["tiny"], [4], ["int4-ar", "nothing"])] == ["step-int4-ar-tiny-m1"]
 
 
 def test_requests_of_a_bundle_have_the_asked_widths() -> None:
@@ -39,6 +39,9 @@ def test_requests_of_a_bundle_have_the_asked_widths() -> None:
         1: (False, 0, False),
         2: (True, 1, False),
         16: (True, 15, False),
+    }
+    assert {(r.temperature, r.draft is None) for r in step.recorded(path, "int4", "noisy", [1]).values()} == {
+        (0.0, True)
     }
     assert list(step.recorded(path, "int4", "unheard of", [2])) == [1]
 
@@ -61,7 +64,7 @@ class Recording:
     """A session that says how long each of its decodes took: six tokens in three forwards, logged or not."""
 
     def __init__(self) -> None:
-        self.seconds = iter([1.0, 1.0, *(3e-6 * us for us in (40, 10, 30, 20, 50))])
+        self.seconds = iter([3e-6, 3e-6, *(3e-6 * us for us in (40, 10, 30, 20, 50))])
 
     def decode(self, request: Any) -> Decoded:
         rounds = (Round((1, 2, 3), (-1, 0, 0), (0,)), Round((1,), (-1,), (0,))) if request.record else ()

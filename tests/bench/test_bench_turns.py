@@ -69,11 +69,12 @@ def test_turns_follow_a_memory_that_changes(monkeypatch: pytest.MonkeyPatch) -> 
         raise RuntimeError("no such operation")
 
     monkeypatch.setattr(clock, "clock", lambda device: wall)
-    monkeypatch.setattr(ops, "SETTLE", 0.0)
+    monkeypatch.setattr(ops.time, "sleep", lambda seconds: machine.said.append("settles"))
     peers = [Peer("one", "", "", lambda case, copies: [lambda: None]), Peer("none", "", "", lambda case, copies: None)]
     limits = Ceilings(1e10, {"f32": 1e11}, None, 1 << 16, machine.floor)
     line = ops.measure(cast(Bench, machine), CASE, limits, [*peers, Peer("ill", "", "", fails)], 0.1)
-    assert machine.said == ["own", "floor", "peer"] * ops.TURNS["cpu"]
+    rest = ["settles", "own", "floor", "peer"] * (ops.TURNS["cpu"] - 1)
+    assert machine.said == ["own", "floor", "peer", *rest], "a peer's threads look on for work for a while"
     assert line.x_floor == pytest.approx(1.5), "each turn beside its own floor"
     assert (line.us, line.floor_us, line.peers) == (45.0, 20.0, {"one": 67.5})
     assert line.peer_errors == {"ill": "RuntimeError: no such operation"}
@@ -103,8 +104,8 @@ def test_a_peer_that_fails_in_a_later_turn_is_not_compared(monkeypatch: pytest.M
 def test_the_roofline_is_of_what_is_multiplied_and_cold_is_beyond_the_cache(
     monkeypatch: pytest.MonkeyPatch, kind: str, peak: float, size: int
 ) -> None:
-    monkeypatch.setattr(ops, "SETTLE", 0.0)
     machine = Machine(size=size)
+    monkeypatch.setattr(ops.time, "sleep", pytest.fail)  # without a peer there is nothing to wait for
     limits = Ceilings(1e12, {"f32": 1e9, "bf16": 2e9}, None, 1 << 16, machine.floor)
     line = ops.measure(cast(Bench, machine), Case("linear", "tiny", 1, 64, 128, kind=kind), limits, [], 0.1)
     assert line.roofline == pytest.approx(1e6 * 2 * 64 * 128 / peak / 45.0)
@@ -113,10 +114,12 @@ def test_the_roofline_is_of_what_is_multiplied_and_cold_is_beyond_the_cache(
 
 def test_a_trees_attention_takes_turns_with_the_same_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ops, "free_bytes", lambda device: 1 << 10)
+    monkeypatch.setattr(ops.time, "sleep", pytest.fail)
+    monkeypatch.setattr(clock, "clock", lambda device: lambda calls, seconds: timing(1.0))
     machine = Machine("cuda")
     limits = Ceilings(1e10, {"f32": 1e11}, None, 1 << 16, machine.floor)
     case = Case("mla_attention", "tiny", 8, T=64, heads=4, rank=32, nope=16, rope=8, v=16)
-    line = ops.measure(cast(Bench, machine), case, limits, [], 0.1)
+    line = ops.measure(cast(Bench, machine), case, limits, [Peer("p", "", "", lambda case, copies: [])], 0.1)
     assert machine.said == ["own", "no-tree", "floor"] * ops.TREE_TURNS
     assert machine.asked == [256] + [0.1 / ops.TREE_TURNS] * 2 * ops.TREE_TURNS, "a quarter of what is free"
-    assert (line.us, line.peers) == (45.0, {"no-tree": 22.5})
+    assert (line.us, line.peers) == (45.0, {"no-tree": 22.5, "p": 1.0})
