@@ -53,9 +53,12 @@ def test_memory_caps_the_workers_and_the_fullest_gpu_decides() -> None:
     assert workers_that_fit([card(room[3])], ["tiny"], 2) == 2
     assert workers_that_fit([card(room[3]), card(room[1], "GPU-b")], ["tiny", "tiny2"], 8) == 2
     largest = max(recipe.names(), key=session_bytes)
+    short = int((2 * session_bytes(largest) + CONTEXT_BYTES) / 0.9) - 64
+    assert workers_that_fit([card(short)], ["tiny"], 8) == 1
     for configs in (["tiny", largest], [largest, "tiny"]):
-        exactly = int((2 * session_bytes(largest) + CONTEXT_BYTES) / 0.9) + 2
-        assert workers_that_fit([card(exactly)], configs, 8) == 1, "the largest config of the run decides"
+        assert workers_that_fit([card(short + 128)], configs, 8) == 1
+        with pytest.raises(GpuTooSmall):  # the largest config of the run decides
+            workers_that_fit([card(short)], configs, 8)
     with pytest.raises(GpuTooSmall, match=r"needs \d+ MiB of GPU memory \(Card: \d+ MiB free\)"):
         workers_that_fit([card(room[1] - need // 8)], ["tiny"], 8)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.ranks.verdict import OUTPUT, Rank, blame, told
+from engine.ranks.verdict import LOG_LINES, OUTPUT, Rank, blame, report, told
 
 REPORT = """
   rank      : 1 (local_rank: 1)
@@ -69,3 +69,40 @@ def test_the_verdict_waits_until_torchrun_has_told_how_they_died(folder: Path) -
     (folder / OUTPUT).write_text(REPORT, "utf-8")
     assert told(ranks, folder)
     assert told([Rank(0, 4710), Rank(1, 4712, words=("diverged", ""), left=1.0)], folder), "who spoke has told it"
+
+
+@pytest.mark.parametrize(("code", "said"), [(-6, "of SIGABRT"), (1, "with status 1"), (0, "with status 0")])
+def test_an_end_is_told_by_its_signal_or_status(folder: Path, code: int, said: str) -> None:
+    (folder / OUTPUT).write_text(REPORT.replace("-9", str(code)), "utf-8")
+    assert blame([Rank(1, 4711, left=0.0)], folder, 1)[0] == f"rank 1 died {said} (pid 4711)"
+
+
+def test_a_rank_is_in_trouble_until_it_has_ended_as_it_was_told_to() -> None:
+    assert not Rank(0, 1).in_trouble
+    assert not Rank(0, 1, words=("done", ""), left=1.0).in_trouble
+    for trouble in (Rank(0, 1, left=0.0), Rank(0, 1, silent=True), Rank(0, 1, words=("waited", ""))):
+        assert trouble.in_trouble
+
+
+def test_a_report_begins_with_the_log_of_who_is_to_blame(folder: Path) -> None:
+    """Ranks 4 to 6 are this host's 0 to 2; the last lines of each, its errors last, and torchrun's."""
+    (folder / OUTPUT).write_text("told\n", "utf-8")
+    for local, text in ((0, "zero\n"), (1, "".join(f"line {i}\n" for i in range(LOG_LINES + 3)))):
+        logs = folder / "job" / "attempt_0" / str(local)
+        logs.mkdir(parents=True)
+        (logs / "stdout.log").write_text(text, "utf-8")
+        (logs / "stderr.log").write_text(f"error {local}\n", "utf-8")
+    assert report("rank 5 died", [5], [4, 5, 6], 4, folder).splitlines() == [
+        "rank 5 died",
+        "  log of rank 5:",
+        *(f"    line {i}" for i in range(3, LOG_LINES + 3)),
+        "    error 1",
+        "  log of rank 4:",
+        "    zero",
+        "    error 0",
+        "  log of rank 6:",
+        "    (nothing)",
+        "  torchrun:",
+        "    told",
+        f"  all of it: {folder}",
+    ]
