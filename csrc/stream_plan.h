@@ -225,9 +225,16 @@ constexpr size_t box_area(const LinearBoxes& v, WeightKind kind, int k) {
   const size_t even = static_cast<size_t>(v.rows == 1 ? (most + 7) / 8 * 8 : (most + 1) / 2 * 2);
   return even * v.rows * kBlockBytes;
 }
+// Whether threads stage int4 rows without a gap between them, of which every other one has its halves of 128 bytes exchanged, so
+// that two rows lie in all banks: two tiles a warp leave no room for gaps.
+KDTREE_BOTH constexpr bool flips_rows(WeightKind kind, int mt, bool by_threads) { return kind == WeightKind::kInt4 && by_threads && mt > 1; }
+constexpr int box_stride(const LinearBoxes& v, WeightKind kind, int k) {
+  const int length = staged_length(k, v.cl, unit_of(kind));
+  return flips_rows(kind, v.mt, v.by_threads) ? length * 2 : staged_stride(length);
+}
 // Bytes that it keeps of activations: segments, or rows that threads stage, in 128s, to which the engine copies what follows.
 constexpr size_t box_activations(const LinearBoxes& v, WeightKind kind, int k, int rows) {
-  const size_t staged = kZeros + static_cast<size_t>(v.rows <= kColumns ? rows : v.rows) * staged_stride(staged_length(k, v.cl, unit_of(kind)));
+  const size_t staged = (flips_rows(kind, v.mt, v.by_threads) ? 0 : kZeros) + static_cast<size_t>(v.rows <= kColumns ? rows : v.rows) * box_stride(v, kind, k);
   return v.by_threads ? (staged + 127) / 128 * 128 : kSegments / v.cl * box_area(v, kind, k);
 }
 constexpr size_t linear_box_shared(const LinearBoxes& v, WeightKind kind, int k, int rows, int batch, bool paired) {
@@ -267,6 +274,7 @@ constexpr LinearBoxes kBoxesInt4[] = {{4, 2, 2, 8, 1, 2, 2, 0, 0, 4096},
                                       {4, 2, 2, 8, 1, 2, 2, 0, 0, kAnyK},
                                       {8, 2, 2, 8, 1, 2, 2, 0, 0, 4096},
                                       {8, 2, 2, 8, 1, 3, 1, 0, 0, kAnyK},
+                                      {16, 2, 8, 8, 1, 2, 2, 0, 0, 2048, 1, kMany, true},
                                       {16, 1, 8, 8, 1, 3, 2, 0, 0, 4096, 1, kMany, true},
                                       {16, 2, 2, 8, 1, 2, 1, 0, 0, kAnyK}};
 constexpr LinearBoxes kBoxesBf16[] = {{1, 1, 1, 8, 2, 3, 2, 0, 0, 4096, 2},

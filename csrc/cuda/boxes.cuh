@@ -48,7 +48,7 @@ __device__ __forceinline__ void multiply_box_unit(float (&acc)[MT][NT][VALUES], 
     for (int half = 0; half < 2; ++half) {
       uint32_t words[MT][4];  // rows 0-7 and 8-15 of one group, then of the next
 #pragma unroll
-      for (int mt = 0; mt < MT; ++mt) load_matrices(words[mt], (at + mt * stream::kBoxWeightBytes) ^ (half * 32));
+      for (int mt = 0; mt < MT; ++mt) load_matrices(words[mt], (at ^ (half * 32)) + mt * stream::kBoxWeightBytes);
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
         float sum[MT][NT][4];

@@ -45,7 +45,8 @@ __global__ __launch_bounds__((WARPS + stream::asks_apart(KIND, CL, RESIDENT, HEL
   // Activations begin where a swizzled box may, behind the weights; what threads stage comes last.
   uint8_t* staged = smem + S::WEIGHTS + local * p.area;  // the warp's segment
   uint8_t* const sums = smem + S::WEIGHTS + (BY_THREADS ? 0 : p.activations) + WARPS * DEPTH * S::SCALES;
-  if (BY_THREADS) staged = sums + (p.batch + CL - 1) / CL * parts * tile_sums + kZeros;  // all rows
+  constexpr bool FLIPS = stream::flips_rows(KIND, MT, BY_THREADS);  // then each column of a tile has a place, and none reads the zeros
+  if (BY_THREADS) staged = sums + (p.batch + CL - 1) / CL * parts * tile_sums + (FLIPS ? 0 : kZeros);  // all rows
   const uint32_t ring = shared_address(smem) + warp * (DEPTH * S::SLOT);
   const uint32_t scales = shared_address(smem) + S::WEIGHTS + (BY_THREADS ? 0 : p.activations) + warp * (DEPTH * S::SCALES);
   constexpr bool ENGINE = HELD == 0 && !BY_THREADS, APART = stream::asks_apart(KIND, CL, RESIDENT, HELD, BY_THREADS);
@@ -104,10 +105,10 @@ __global__ __launch_bounds__((WARPS + stream::asks_apart(KIND, CL, RESIDENT, HEL
     __syncthreads();
   } else {
     if constexpr (BY_THREADS) {
-      stage_rows(staged, p.stride, static_cast<const uint16_t*>(p.x), p.ldx, p.rows, columns, p.k, k_first, length, first_piece,
-                 [&] { copies.ask(DEPTH - EARLY); });
+      stage_rows<FLIPS>(staged, p.stride, static_cast<const uint16_t*>(p.x), p.ldx, p.rows, columns, p.k, k_first, length, first_piece,
+                        [&] { copies.ask(DEPTH - EARLY); });
       cluster_wait_others<CL>();
-      if (threadIdx.x < kZeros / 16) reinterpret_cast<uint4*>(staged - kZeros)[threadIdx.x] = make_uint4(0, 0, 0, 0);
+      if (!FLIPS && threadIdx.x < kZeros / 16) reinterpret_cast<uint4*>(staged - kZeros)[threadIdx.x] = make_uint4(0, 0, 0, 0);
       __syncthreads();
     } else {
       if (!APART && warp < SPC && steps > 0 && elected()) {
@@ -120,15 +121,22 @@ __global__ __launch_bounds__((WARPS + stream::asks_apart(KIND, CL, RESIDENT, HEL
     }
   }
 
-  const BoxOffsets at = box_offsets<KIND>(lane);
+  // Kept, in place of found again at every box: where a lane's weights and scales stand there, and which sums it has.
+  BoxOffsets at = box_offsets<KIND>(lane);
+  uint32_t my_scales = 0;
+  int quad = lane % 4;
+  if constexpr (S::KEEPS) {
+    at = {__shfl_sync(kAll, at.wide, lane), __shfl_sync(kAll, at.narrow, lane)};
+    my_scales = __shfl_sync(kAll, lane / 4 * S::LINE, lane), quad = __shfl_sync(kAll, quad, lane);
+  }
   // Column lane/4 of a tile has such a row that the two rows which eight lanes read lie in all banks.
   const int row = ROWS == 1 ? 0 : ROWS == 4 ? lane / 8 : stream::row_of_column(lane / 4);
   const uint32_t b_row = BY_THREADS ? (absent ? 0 - static_cast<uint32_t>(kZeros) : lane / 4 * p.stride + (begin * UNIT - k_first) * 2) + lane % 4 * 16
                                     : row * kBlockBytes + (lane % 4 ^ row) * 16;
-  const uint32_t b_first = shared_address(staged) + b_row, b_unit = absent ? 0 : UNIT * 2;
+  const uint32_t b_first = shared_address(staged) + (FLIPS ? b_row ^ lane / 4 % 2 * 64 : b_row), b_unit = absent ? 0 : UNIT * 2;
   if (APART) asm volatile("bar.sync 1, %0;" ::"n"((WARPS + 1) * kWarp) : "memory");  // the segments' barriers are there
   if (ENGINE && steps > 0) barrier_wait(activations, 0);
-  uint32_t slot = ring, slot_scales = scales + lane / 4 * S::LINE, slot_barrier = barriers, parity = 0;
+  uint32_t slot = ring, slot_scales = scales + (S::KEEPS ? 0 : lane / 4 * S::LINE), slot_barrier = barriers, parity = 0;
   bool met_parity = false;
   // Kept, in place of found again wherever they are used: the barrier's address, and that of the lane's own sums in a block.
   const uint32_t met_at = __shfl_sync(kAll, shared_address(&met), 0);
@@ -155,7 +163,12 @@ __global__ __launch_bounds__((WARPS + stream::asks_apart(KIND, CL, RESIDENT, HEL
 #pragma unroll 1
       for (int left = steps; left > 0;) {
         const auto b = [&](int nt, int part) {  // the part-th 32 elements from the block at b_at on
+          if constexpr (FLIPS) return load_shared16((part % 2 != 0 ? b_at ^ 64 : b_at) + part / 2 * 128 + nt * kColumns * p.stride);
           if constexpr (BY_THREADS) return load_shared16(b_at + nt * kColumns * p.stride + (S::INT4 ? part * 64 : 0));
+          if constexpr (S::KEEPS) {
+            const bool other = (part % 2 != 0) != (part >= 2 && S::FLIP != 0);
+            return load_shared16((other ? b_at ^ 64 : b_at) + part / 2 * S::BLOCK + nt * (kColumns * kBlockBytes));
+          }
           const uint32_t of = part < 2 ? b_at : (b_at + S::BLOCK) ^ S::FLIP;
           return load_shared16((of ^ (part % 2 * 64)) + nt * (kColumns * kBlockBytes));
         };
@@ -167,7 +180,7 @@ __global__ __launch_bounds__((WARPS + stream::asks_apart(KIND, CL, RESIDENT, HEL
           uint4 scale[MT][2]{};  // of row lane/4 and of the one eight below
 #pragma unroll
           for (int i = 0; i < (S::INT4 ? MT * 2 : 0); ++i)
-            scale[i / 2][i % 2] = load_shared16(slot_scales + i / 2 * (S::SCALES / MT) + box * 16 + i % 2 * (kColumns * S::LINE));
+            scale[i / 2][i % 2] = load_shared16(slot_scales + my_scales + i / 2 * (S::SCALES / MT) + box * 16 + i % 2 * (kColumns * S::LINE));
           const bool second = unit % 2 != 0, half = left == 1 || second;
           if (half) {
             multiply_box_unit<KIND, BY_THREADS>(acc, here + at.narrow, here + at.narrow + 512, scale, second, b);
@@ -186,7 +199,11 @@ __global__ __launch_bounds__((WARPS + stream::asks_apart(KIND, CL, RESIDENT, HEL
           unit += half ? 1 : 2, left -= half ? 1 : 2;
         }
         __syncwarp();
-        copies.ask();
+        if constexpr (S::KEEPS) {
+          copies.ask_again(slot, slot_scales, slot_barrier);
+        } else {
+          copies.ask();
+        }
         const bool last = slot == ring + (DEPTH - 1) * S::SLOT;
         slot = last ? ring : slot + S::SLOT, slot_scales = last ? slot_scales - (DEPTH - 1) * S::SCALES : slot_scales + S::SCALES;
         slot_barrier = last ? barriers : slot_barrier + 8, parity ^= last;
@@ -196,7 +213,7 @@ __global__ __launch_bounds__((WARPS + stream::asks_apart(KIND, CL, RESIDENT, HEL
         if (tile + mt >= batch_end) break;
 #pragma unroll
         for (int nt = 0; nt < NT; ++nt) {
-          if (nt * 4 + lane % 4 >= sets) continue;
+          if (nt * 4 + quad >= sets) continue;
           float v[VALUES];
 #pragma unroll
           for (int i = 0; i < VALUES; ++i) v[i] = whole_sum<KIND>(acc[mt][nt][i]);
@@ -298,7 +315,7 @@ bool CudaBackend::linear_boxes(const LinearArgs& a) {
   p.each = (tiles + others) / launch.clusters, p.rest = (tiles + others) % launch.clusters, p.batch = launch.batch;
   p.sets = stream::box_tile_sets(v, kind, a.max_rows), p.by_sets = 65536 / p.sets + 1;
   p.activations = static_cast<int>(stream::box_activations(v, kind, k, a.max_rows)), p.area = p.activations / (kSegments / v.cl);
-  p.stride = stream::staged_stride(stream::staged_length(k, v.cl, stream::unit_of(kind)));
+  p.stride = stream::box_stride(v, kind, k);
   if (a.norm_w == nullptr && !v.by_threads)
     p.boxes = block_map(a.x, k / kBlock, static_cast<uint64_t>(a.ldx) * 2, a.max_rows, v.rows, p.area / (v.rows * kBlockBytes), v.rows > 1);
   const uint64_t pitch = static_cast<uint64_t>(int4 ? k / 2 : k * 2);

@@ -12,6 +12,7 @@ namespace {
 using namespace cuda;
 using stream::kBlock;
 using stream::kBlockBytes;
+using stream::kBoxScaleBytes;
 using stream::kBoxWeightBytes;
 using stream::kZeros;
 
@@ -51,7 +52,10 @@ struct Shape {
   static constexpr int WEIGHTS = WARPS * DEPTH * SLOT, BLOCK = ROWS * kBlockBytes;
   static constexpr int FLIP = ROWS == 4 ? 64 : 0;  // between blocks: of four rows, every other one is swizzled as rows 4 to 7
   static constexpr int SET = kColumns * VALUES * 4;  // bytes of a tile's sums over a segment, of one or two columns
-  static constexpr int SIDE_BY_SIDE = INT4 && WARPS * RESIDENT > 16 ? 1 : 2;  // units of a box, if registers are enough
+  // Units of a box, if registers are enough.
+  static constexpr int SIDE_BY_SIDE = INT4 && (WARPS * RESIDENT > 16 || (MT * NT > 2 && RESIDENT > 1)) ? 1 : 2;
+  // Whether registers are enough to keep what a lane would find again at every box.
+  static constexpr bool KEEPS = INT4 && WARPS * RESIDENT <= 16;
   static_assert(WARPS % SPC == 0, "a warp has one segment");
   static_assert(MT == 1 || BOXES == 1, "a slot's boxes are of one tile or one of each");
 };
@@ -67,9 +71,10 @@ struct Copies {
   uint32_t to = ring, scales_to = scales, barrier = barriers;
   const CUtensorMap* map[S::MT];  // wide boxes of a tile's weight; narrow ones and scales are two and four behind it
 
-  __device__ __forceinline__ void ask() {
+  // Finds where the next box of the MT tiles is; false if there is none.
+  __device__ __forceinline__ bool find() {
     if (left == 0) {
-      if (tile >= tiles) return;
+      if (tile >= tiles) return false;
 #pragma unroll
       for (int mt = 0; mt < S::MT; ++mt) {
         const int at = first + (paired ? (tile + mt) >> 1 : tile + mt);
@@ -78,6 +83,27 @@ struct Copies {
       }
       live = min(tiles - tile, S::MT), tile += S::TW, unit = begin, left = steps;
     }
+    return true;
+  }
+  // Slots of one box each: the next one into the slot that the warp has just read.
+  __device__ __forceinline__ void ask_again(uint32_t slot, uint32_t slot_scales, uint32_t slot_barrier) {
+    static_assert(S::BOXES == 1 && S::INT4, "a box and its scales");
+    if (!find()) return;
+    const unsigned at = unit;
+    const bool half = left == 1 || (at & 1) != 0;
+    if (elected()) {
+      barrier_expect(slot_barrier, live * (half ? kBoxWeightBytes / 2 + kBoxScaleBytes : kBoxWeightBytes + kBoxScaleBytes));
+#pragma unroll
+      for (int mt = 0; mt < S::MT; ++mt) {
+        if (mt >= live) break;
+        copy_box_once(slot + mt * kBoxWeightBytes, half ? map[mt] + 2 : map[mt], at * 64, row[mt], slot_barrier);
+        copy_box_once(slot_scales + mt * kBoxScaleBytes, map[mt] + 4, at / 2 * 16, row[mt], slot_barrier);
+      }
+    }
+    unit += half ? 1 : 2, left -= half ? 1 : 2;
+  }
+  __device__ __forceinline__ void ask() {
+    if (!find()) return;
     const int head = 2 - unit % 2, full = min(left, head + 2 * (S::BOXES - 1));  // units of the first box, which begin where it does or in its middle, and of all
     if (elected()) {
       barrier_expect(barrier, live * (full * (kBoxWeightBytes / 2) + S::SCALES / S::MT));

@@ -83,8 +83,9 @@ struct FirstPiece {
 };
 
 // Puts rows of x over [k_begin, k_begin + length) into shared memory as bf16 in the multiplication's order; beyond `rows` and k are zeros.
-// AHEAD: pieces of eight elements that a thread has in flight. piece(row, k): one of them. between(): called once, behind the first loads.
-template <int AHEAD, typename Piece, typename Between>
+// AHEAD: pieces of eight elements that a thread has in flight. FLIPS: of every other row the halves of each 128 bytes are exchanged.
+// piece(row, k): one of the pieces. between(): called once, behind the first loads.
+template <int AHEAD, bool FLIPS, typename Piece, typename Between>
 __device__ __forceinline__ void stage_pieces(uint8_t* staged, int stride, int rows, int columns, int k, int k_begin, int length,
                                              const FirstPiece& first, const Piece& piece, const Between& between) {
   const int pieces = max(length / 8, 1), rows_on = first.rows_on, pieces_on = first.pieces_on;
@@ -98,7 +99,7 @@ __device__ __forceinline__ void stage_pieces(uint8_t* staged, int stride, int ro
     for (int a = 0; a < AHEAD; ++a) {
       const int from = k_begin + at * 8;
       v[a] = row < rows && from < k ? piece(row, from) : make_uint4(0, 0, 0, 0);
-      to[a] = row < columns ? row * stride + at * 16 : -1;
+      to[a] = row < columns ? FLIPS ? (row * stride + at * 16) ^ row % 2 * 64 : row * stride + at * 16 : -1;
       row += rows_on, at += pieces_on;
       if (at >= pieces) at -= pieces, ++row;
     }
@@ -112,21 +113,21 @@ __device__ __forceinline__ void stage_pieces(uint8_t* staged, int stride, int ro
 }
 
 // x bf16, taken as it is. A row begins fewer than 2^31 elements behind the first.
-template <typename Between>
+template <bool FLIPS = false, typename Between>
 __device__ __forceinline__ void stage_rows(uint8_t* staged, int stride, const uint16_t* x, int ldx, int rows, int columns, int k,
                                            int k_begin, int length, const FirstPiece& first, const Between& between) {
   const auto piece = [&](int row, int at) { return *reinterpret_cast<const uint4*>(x + (row * ldx + at)); };
   if (columns * length <= 4 * 8 * static_cast<int>(blockDim.x)) {  // one row: half of the loads would have nothing to do
-    stage_pieces<4>(staged, stride, rows, columns, k, k_begin, length, first, piece, between);
+    stage_pieces<4, FLIPS>(staged, stride, rows, columns, k, k_begin, length, first, piece, between);
   } else {
-    stage_pieces<8>(staged, stride, rows, columns, k, k_begin, length, first, piece, between);
+    stage_pieces<8, FLIPS>(staged, stride, rows, columns, k, k_begin, length, first, piece, between);
   }
 }
 
 // x f32: r(x * inverse[row] * norm_w).
 __device__ __forceinline__ void stage_normed_rows(uint8_t* staged, int stride, const float* x, int ldx, int rows, int columns, int k,
                                                   int k_begin, int length, const float* norm_w, const float* inverse) {
-  stage_pieces<4>(staged, stride, rows, columns, k, k_begin, length, FirstPiece(length), [&](int row, int at) {
+  stage_pieces<4, false>(staged, stride, rows, columns, k, k_begin, length, FirstPiece(length), [&](int row, int at) {
     const float4* p = reinterpret_cast<const float4*>(x + (row * ldx + at));
     const float4* g = reinterpret_cast<const float4*>(norm_w + at);
     const float4 lo = p[0], hi = p[1], gl = __ldg(g), gh = __ldg(g + 1);
