@@ -101,6 +101,8 @@ def _changes(root: Path, local: Sequence[str], capabilities: Sequence[str]) -> d
         import ninja
 
         changes["PATH"] = f"{ninja.BIN_DIR}{os.pathsep}{os.environ.get('PATH', '')}"
+    if re.search(r"lib[a-z]+san\.so", os.environ.get("LD_PRELOAD", "")):
+        changes["LD_PRELOAD"] = ""  # a sanitizer is this process's; it may be the end of a compiler
     return changes
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.bench import clock
-from harness.toolchain import BuildError, extension
+from harness.toolchain import BuildError, compiler, extension
 
 STREAMS = (1, 4, 8)
 AHEAD = (0, 4096)  # bytes; 0: not asked for
@@ -51,6 +51,7 @@ typedef uint64_t Line __attribute__((vector_size(64)));
 
 def compiled(folder: Path) -> Any:
     """`BuildError` if the compiler that builds the engine cannot compile it."""
+    compiler()
     source, library = folder / "read.c", folder / "read.so"
     loops = "".join(f"LOOP({streams}, {ahead})\n" for streams in STREAMS for ahead in AHEAD)
     source.write_text(SOURCE + loops)

@@ -181,10 +181,12 @@ def main(argv: Sequence[str]) -> int:
             return compile_only(faults, options.device, options.json, say)
         if options.build_only:
             return build_only(faults, Workshop(options.device, home(), options.workers), options.workers, say)
+        workshop = Workshop(
+            options.device, home(), options.workers
+        )  # without a compiler bundles are of no use
         points = expected([options.device])
         paths = bundles.ensure(list(dict.fromkeys(point.config for point in points)), say=say)
         known = recorded(options.known or EVIDENCE[options.device], must_be=options.known is not None)
-        workshop = Workshop(options.device, home(), options.workers)
         results = run_all(faults, workshop, points, paths, known, options.workers, say, keep)
     except (CatalogueError, MatrixError, BuildError, BundleError, ValueError, ZeroDivisionError) as error:
         print(f"kdtree mutants: {error}", file=sys.stderr)

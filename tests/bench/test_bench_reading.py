@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from harness.bench import reading
+from harness.toolchain import BuildError
 
 
 @pytest.mark.slow
@@ -33,3 +34,9 @@ def test_a_reader_times_its_bytes() -> None:
     assert reader.name in {f"read_{streams}_{ahead}" for streams in reading.STREAMS for ahead in reading.AHEAD}
     assert reader.bytes == 4 << 20
     assert 1e9 < reader.bytes / (1e-6 * reader.timed(0.01).fastest) < 1e13
+
+
+def test_a_machine_without_a_compiler_is_told_how_to_get_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("harness.toolchain.cxx", lambda: "no-such-compiler")
+    with pytest.raises(BuildError, match="'no-such-compiler' is not on PATH; install g"):
+        reading.compiled(tmp_path)

@@ -323,6 +323,17 @@ def test_no_ninja(tree: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
         build()
 
 
+@pytest.mark.parametrize("name", ["libasan", "libtsan", "libubsan"])
+def test_a_sanitizer_of_this_process_is_not_the_compilers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """gcc has ended with a segmentation fault under libtsan, where a test run under it compiled changed sources."""
+    monkeypatch.setenv("LD_PRELOAD", f"/usr/lib/gcc/x86_64-linux-gnu/12/{name}.so")
+    assert compiling._changes(tmp_path, [], [])["LD_PRELOAD"] == ""
+    monkeypatch.setenv("LD_PRELOAD", "/usr/lib/libsandbox.so")
+    assert "LD_PRELOAD" not in compiling._changes(tmp_path, [], [])
+
+
 def test_no_torch(tmp_path: Path) -> None:
     """In a process of its own, whose torch cannot be imported."""
     (tmp_path / "torch").mkdir()

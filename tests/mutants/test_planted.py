@@ -52,6 +52,15 @@ def test_edited_engines_are_kept_where_the_real_ones_are(tmp_path: Path, monkeyp
     assert mutants.home() == tmp_path / "mutants"
 
 
+def test_a_machine_that_cannot_build_says_so_before_bundles_are_made(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(mutants.bundles, "ensure", lambda *_, **__: pytest.fail("bundles"))
+    monkeypatch.setattr("harness.toolchain.cxx", lambda: "no-such-compiler")
+    assert mutants.main(["-k", "nibble"]) == 3
+    assert "no C++ compiler: 'no-such-compiler' is not on PATH; install" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_a_known_fault_is_caught_and_located(workshop: Workshop, paths: dict[str, Path], tmp_path: Path) -> None:
     fault = BY_NAME["weights_from_biased_scores"]
