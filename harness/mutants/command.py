@@ -181,9 +181,7 @@ def main(argv: Sequence[str]) -> int:
             return compile_only(faults, options.device, options.json, say)
         if options.build_only:
             return build_only(faults, Workshop(options.device, home(), options.workers), options.workers, say)
-        workshop = Workshop(
-            options.device, home(), options.workers
-        )  # without a compiler bundles are of no use
+        workshop = Workshop(options.device, home(), options.workers)  # without a compiler bundles are of no use
         points = expected([options.device])
         paths = bundles.ensure(list(dict.fromkeys(point.config for point in points)), say=say)
         known = recorded(options.known or EVIDENCE[options.device], must_be=options.known is not None)

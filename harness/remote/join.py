@@ -77,6 +77,7 @@ class Joiner(HostRun):
         argv = [self.host.python, "-m", "engine.ranks.join", "--device", point.device]
         argv += ["--ranks", str(point.ranks // self.place.count), "--nodes", str(self.place)]
         self.ready.set()
+        self.doing = "running its ranks"
         outcome = session.run(argv, limit=self.host.limits.command, env=self._env(session))
         if not self.told:
             self.trouble = f"its ranks: {outcome.trouble or f'ended with status {outcome.status}'}"

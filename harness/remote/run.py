@@ -48,6 +48,8 @@ class HostRun:
         self.shards: list[Ledger] = []
         self.trouble = ""
         """Why the host takes no more cells; empty if it did all there was to do."""
+        self.doing = "connecting"
+        """What a lost connection interrupts."""
         self.notes: list[str] = []
         self.session: Session | None = None
         self.folder = order.run_dir / FOLDER / host.name
@@ -65,7 +67,11 @@ class HostRun:
         except Stopped:
             self.trouble = self._stopped()
         except KNOWN as error:
-            self.trouble = "interrupted" if self._stop.is_set() else str(error).strip() or type(error).__name__
+            said = str(error).strip() or type(error).__name__
+            lost = (
+                f" ({self.doing}); what ran there ends by itself, run it again" if isinstance(error, LinkLost) else ""
+            )
+            self.trouble = "interrupted" if self._stop.is_set() else f"{said}{lost}"
         except Exception as error:
             self.trouble = f"internal error: {type(error).__name__}: {error}"
             (self.folder / "error.txt").write_text(traceback.format_exc(), "utf-8")
@@ -114,7 +120,7 @@ class HostRun:
         for part, tree in (("tree", self.tree), ("wheels", self.order.wheels)):
             if tree is None:
                 continue
-            told = [time.monotonic()]
+            told, self.doing = [time.monotonic()], f"sending the {part}"
 
             def progress(done: int, total: int, told: list[float] = told) -> None:
                 if time.monotonic() - told[0] > 1:
@@ -130,12 +136,14 @@ class HostRun:
             self._say(f"removed {removed['runs']} old runs, {removed['bytes'] / 1e6:.1f} MB")
 
     def _prepare(self, session: Session) -> None:
+        self.doing = "prepare"
         if self.host.prepare:
             self._step("prepare", session.prepare(self._env(session)))
         if self.order.wheels and not self.trouble:
             self._step("wheels", self._install(session))
         for name, argv in step_lines(self.host, self.order):
             if not self.trouble:
+                self.doing = name
                 self._say(f"{name}: {shlex.join(argv)}")
                 self._step(name, session.run(argv, limit=self.host.limits.prepare, env=self._env(session)))
 
@@ -162,7 +170,8 @@ class HostRun:
         began = time.monotonic()
         shard_id = ledgers.new_run_id()
         argv = batch_line(self.host, self.order, cells, f"{session.directory}/reports/{shard_id}")
-        self._say(f"running {len(cells)} cells")
+        self.doing = f"running {len(cells)} cells"
+        self._say(self.doing)
         outcome = session.run(argv, limit=self.host.limits.command, env=self._env(session))
         folder = self.folder / shard_id
         count = session.fetch(f"reports/{shard_id}", folder)

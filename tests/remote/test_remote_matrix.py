@@ -121,6 +121,7 @@ def test_hosts_share_the_cells_and_one_is_lost(remote: Remote, three: Sequence[B
     assert (ledger.filter, ledger.problems) == (FILTER, ())
     (note,) = [note for note in ledger.notes if note.startswith("host2: ")]
     assert "its cells ran elsewhere" in note
+    assert "(prepare); what ran there ends by itself" in note
 
 
 @pytest.fixture
@@ -144,6 +145,7 @@ def test_a_lost_status_is_infrastructure(remote: Remote, second: Sshd) -> None:
     ledger = ledgers.read(run_dir)
     assert [cell.verdict for cell in ledger.cells] == [Verdict.NOT_RUN]
     assert ledger.problems[0].startswith("doomed: the connection")
+    assert "(running 1 cells); what ran there ends by itself, run it again" in ledger.problems[0]
 
 
 @pytest.mark.slow
