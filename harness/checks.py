@@ -38,6 +38,7 @@ def run_ar(session: Session, golden: Golden) -> Ran:
 
 
 def run_checks(
+    found: Findings,
     engine: Engine,
     session: Session,
     golden: Golden,
@@ -45,12 +46,12 @@ def run_checks(
     seed: int,
     alone: Session | None = None,
     known: Ran | None = None,
-) -> Findings:
-    """All checks of one cell; ``drafter`` is ``""`` for AR; ``alone`` is one rank, whose bits several must give.
+) -> None:
+    """All checks of one cell, each in ``found`` as soon as it is made: time may run out before the last.
 
-    ``known`` is AR's run of this session, made here where it is not given. Raises what the engine raises.
+    ``drafter`` is ``""`` for AR; ``alone`` is one rank, whose bits several must give; ``known`` is AR's run of this
+    session, made here where it is not given. Raises what the engine raises.
     """
-    found = Findings()
     request = golden.request(drafter)
     ar = (known or run_ar(session, golden)) if drafter else None
     session.reset_counters()
@@ -78,7 +79,6 @@ def run_checks(
     found.checks.append(exactly("kernels.reset", len(stale), Verdict.FAIL_KERNEL, f"counted after a reset: {stale}"))
     guard = session.broken_guard()
     found.checks.append(exactly("guards", int(bool(guard)), Verdict.FAIL_KERNEL, f"written outside of {guard}"))
-    return found
 
 
 def _rounds(found: Findings, golden: Golden, request: DecodeRequest, drafter: str, ar: Ran, run: Ran) -> None:

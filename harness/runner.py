@@ -69,18 +69,25 @@ class Runner:
         """
         start = time.perf_counter()
         main = threading.get_ident()
+        found, timed_out = Findings(), False
 
         def late(frames: traceback.StackSummary) -> Cell:
+            """What was found wrong before says more than that time ran out: a wrong tree can be a slow one."""
             more = f"took longer than {self._seconds:g} s{_doing(frames)}; --cell-timeout SECONDS allows more"
-            return self.blank(point, Verdict.TIMEOUT, more)
+            checks = tuple(found.checks)
+            verdict, detail = judge(checks)
+            if verdict is Verdict.PASS:
+                return self.blank(point, Verdict.TIMEOUT, more)
+            return replace(self.blank(point, verdict, f"{detail}; then it {more}"), checks=checks)
 
         def hangs() -> None:
             on_hang(late(traceback.extract_stack(sys._current_frames()[main])))
 
         try:
             with _turn(point), limit(self._seconds, hangs):
-                cell = self._judge(point)
+                cell = self._judge(point, found)
         except CellTimeout as error:
+            timed_out = True
             cell = late(traceback.extract_tb(error.__traceback__))
         except NonFiniteError as error:
             check = exactly("engine.finite", 1, Verdict.FAIL_NONFINITE, f"NonFiniteError: {error}")
@@ -94,7 +101,7 @@ class Runner:
             failed = isinstance(error, DeviceError) and not isinstance(error, OutOfMemory)
             self.device_lost = failed or is_sticky(str(error))  # torch reports a lost context as a RuntimeError
         if cell.verdict is not Verdict.PASS:
-            cell = self._trace(point, cell, on_hang)
+            cell = cell if timed_out else self._trace(point, cell, on_hang)
             self._drop(point)
         return replace(cell, times={**cell.times, "total": time.perf_counter() - start})
 
@@ -106,14 +113,14 @@ class Runner:
             if hasattr(engine, "close"):
                 engine.close()
 
-    def _judge(self, point: Point) -> Cell:
+    def _judge(self, point: Point, found: Findings) -> Cell:
         start = time.perf_counter()
         engine, session, golden = self._open(point)
         alone = self._open(replace(point, ranks=1))[1] if point.ranks > 1 else None
         loaded = time.perf_counter() - start
         blank = self.blank(point, Verdict.PASS, "")
         known = self._known(point, session, golden) if alone is not None and point.drafter else None
-        found: Findings = run_checks(engine, session, golden, point.drafter, blank.seed, alone, known)
+        run_checks(found, engine, session, golden, point.drafter, blank.seed, alone, known)
         verdict, detail = judge(found.checks)
         return replace(
             blank,
@@ -138,7 +145,7 @@ class Runner:
     def _trace(self, point: Point, cell: Cell, on_hang: Callable[[Cell], None]) -> Cell:
         """``cell`` with where its numbers first parted; a search that raises or runs late changes nothing."""
         found = self._sessions.get(_key(point))
-        if found is None or self.device_lost or cell.verdict in (Verdict.TIMEOUT, Verdict.FAIL_KERNEL):
+        if found is None or self.device_lost or cell.verdict is Verdict.FAIL_KERNEL:
             return cell
         try:
             with limit(min(self._seconds, TRACE_SECONDS), lambda: on_hang(cell)):

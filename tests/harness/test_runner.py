@@ -35,6 +35,7 @@ class World:
     def __init__(self) -> None:
         self.log: list[Any] = []
         self.findings: Callable[..., Findings] = lambda *_: Findings([FINE])
+        self.then: Callable[[], None] = lambda: None
         self.trace: Callable[..., Divergence | None] = lambda *_: TRACED
         self.limits: list[float] = []
 
@@ -49,10 +50,11 @@ class World:
 
         return SimpleNamespace(load=load, close=lambda: self.log.append(f"end {device} {ranks}"))
 
-    def run_checks(self, engine: Any, session: Any, golden: Any, *rest: Any) -> Findings:
+    def run_checks(self, found: Findings, engine: Any, session: Any, golden: Any, *rest: Any) -> None:
         drafter, seed, alone, known = rest
         self.log.append((session.title, drafter, seed, alone and alone.title, known))
-        return self.findings()
+        vars(found).update(vars(self.findings()))
+        self.then()
 
     def run_ar(self, session: Any, golden: Any) -> str:
         self.log.append(f"ar {session.title}")
@@ -195,6 +197,19 @@ def test_a_cell_and_its_trace_have_their_time(world: World) -> None:
     run(by=runner(900))
     run(by=runner(30))
     assert world.limits == [900, 60.0, 30, 30]
+
+
+def test_what_was_found_wrong_before_time_ran_out_is_the_verdict(world: World) -> None:
+    """A slow engine whose compaction is wrong: its cache differs from AR's long before every width has been tried."""
+    world.then = lambda: time.sleep(5)
+    world.findings = lambda: Findings([FINE])
+    assert run(by=runner(0.05)).verdict is Verdict.TIMEOUT
+    world.findings = lambda: Findings([FINE, OFF])
+    late = run(by=runner(0.05))
+    assert (late.verdict, late.checks) == (OFF.verdict, (FINE, OFF))
+    assert f"{OFF.sentence}; then it took longer than 0.05 s" in late.detail
+    assert world.said("trace") == []
+    assert world.said("close") == ["close micro fp32 cpu 1"] * 2
 
 
 @pytest.mark.parametrize(
