@@ -31,6 +31,7 @@ ROWS = 65
 SEGMENT = 512  # keys whose partial results attention keeps apart on a GPU (csrc/cuda/mla_attention.cu)
 K_SEGMENTS = 8  # parts of K that products of bf16 activations keep apart (csrc/stream_plan.h)
 UNIT = 128  # weights that an INT4 product takes at a time on the CPU (csrc/cpu/kernels.h)
+SPREAD = 80  # floats between rows that it computes several outputs of at a time (csrc/cpu/gemm.cpp)
 STATE = 4096  # bytes of a step's state and checksums
 ROW_STATE = 64  # bytes of a row's token, parent, depth, choice, score, acceptance
 
@@ -139,7 +140,7 @@ def _cpu_scratch(c: ModelConfig, precision: str, heads: int, _context: int, rows
     """Rows normed and packed for a product, and a product of every chosen expert."""
     o = c.num_heads * c.v_head_dim
     k = max(c.hidden_size, c.q_lora_rank, o, c.intermediate_size if c.first_k_dense else 0)
-    linear = rows * (4 * 2 * _packed(k) + 8)
+    linear = rows * (4 * (2 * _packed(k) + SPREAD) + 8)
     chosen, dim = c.num_experts_per_tok, c.hidden_size
     f32 = 2 * dim + dim / 2 + _packed(dim) + chosen * (_packed(c.moe_intermediate_size) + dim + 5) + 4
     moe = math.ceil(rows * 4 * f32) + 8 * c.n_routed_experts

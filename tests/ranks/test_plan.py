@@ -21,6 +21,11 @@ from refs.kdtr import read
 from tests.engine.together import Together
 
 ROWS, CONTEXT = 24, 300
+SMALL = {
+    "num_layers": 2, "first_k_dense": 2, "hidden_size": 64, "moe_intermediate_size": 32, "vocab_size": 300,
+    "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "n_routed_experts": 12, "max_context": 64,
+}  # fmt: skip
+LEAST = {"intermediate_size": 96, "num_heads": 2, "q_lora_rank": 16, "kv_lora_rank": 32, "v_head_dim": 16}
 SPARE = range(plan.STATE, 5000)  # bytes: state, of which more is planned than a session has
 
 
@@ -55,6 +60,23 @@ def test_a_session_allocates_what_is_planned(config: str) -> None:
         assert given == sum(planned.weights.values())
         assert planned.cache + planned.workspace - allocated in SPARE
         assert planned.total == given + planned.cache + planned.workspace
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [{"intermediate_size": 1024}, {"num_heads": 64, "kv_lora_rank": 128}, {"q_lora_rank": 2048}, {"v_head_dim": 512}],
+    ids=lambda sizes: next(iter(sizes)),
+)
+def test_scratch_of_a_session_without_experts_is_planned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sizes: dict[str, int]
+) -> None:
+    """A bundle's products take less than its experts; here a row of the widest product decides, or attention's sums."""
+    monkeypatch.setattr(k26, "BLOCK", 1 << 12)
+    config = k26.model(**SMALL, **{**LEAST, **sizes})
+    k26.write(tmp_path / "dense.kdtr", config, lambda line: None, f32=False)
+    planned = plan.plan(config, "int4-bf16", 1, 64, ROWS, "cpu")
+    with engine.create("cpu").load(tmp_path / "dense.kdtr", "int4-bf16", context=64, max_rows=ROWS) as session:
+        assert planned.cache + planned.workspace - session.memory()[0] in SPARE
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
