@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 import subprocess
 from pathlib import Path
 
@@ -59,6 +61,44 @@ def test_a_worktree_is_of_its_own_commit(outer: Path) -> None:
     (outer / "side" / "new").write_text("x")
     assert describe(outer / "side").commit == git(outer, "rev-parse", "side").strip()
     assert describe(outer / "side").dirty == ("new",)
+
+
+def test_hashes_are_of_paths_and_contents_and_of_nothing_else(tmp_path: Path) -> None:
+    """What a gate compares: a byte, a name or a file more in a folder is another hash of that folder alone."""
+    (tmp_path / "csrc" / "cpu").mkdir(parents=True)
+    (tmp_path / "csrc" / "cpu" / "b.h").write_bytes(b"22")
+    (tmp_path / "csrc" / "a.h").write_bytes(b"1")
+    (tmp_path / "refs").mkdir()
+    first = describe(tmp_path)
+    assert first.engine == hashlib.sha256(b"csrc/a.h\0001\0001csrc/cpu/b.h\0002\00022").hexdigest()
+    assert (first.lock, first.harness) == ("", hashlib.sha256().hexdigest())
+    for hidden in (
+        "csrc/.b.swp",
+        "csrc/__pycache__/b.pyc",
+        "engine/.cache/x",
+        "harness/kdtree.egg-info/PKG",
+        "docs/x.md",
+    ):
+        (tmp_path / hidden).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / hidden).write_bytes(b"x")
+    os.utime(tmp_path / "csrc" / "a.h", (0, 0))
+    assert describe(tmp_path) == first
+    seen = {first.engine}
+    (tmp_path / "csrc" / "a.h").write_bytes(b"2")
+    seen.add(describe(tmp_path).engine)
+    (tmp_path / "csrc" / "a.h").rename(tmp_path / "csrc" / "c.h")
+    seen.add(describe(tmp_path).engine)
+    (tmp_path / "engine" / "c.py").write_bytes(b"")
+    seen.add(describe(tmp_path).engine)
+    assert len(seen) == 4
+    assert describe(tmp_path).harness == first.harness
+    for folder in ("harness", "refs", "tests"):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        (tmp_path / folder / "x.py").write_bytes(b"")
+        assert describe(tmp_path).harness not in seen
+        seen.add(describe(tmp_path).harness)
+    (tmp_path / "refs" / "bundles.lock").write_bytes(b"{}")
+    assert describe(tmp_path).lock == hashlib.sha256(b"{}").hexdigest()
 
 
 def test_no_two_files_of_tests_have_one_name() -> None:
