@@ -73,27 +73,28 @@ __device__ __forceinline__ void keep_groups(const RouterArgs& a, const ChoiceMem
   }
 }
 
-// Chooses for row m. logit(e), bias(e): of expert e, asked for once by one thread, thread e % kChoiceThreads. Called by kChoiceThreads
-// threads; ends with no barrier.
-template <typename Logit, typename Bias>
-__device__ __forceinline__ void choose_experts(const RouterArgs& a, int m, void* memory, const Logit& logit, const Bias& bias) {
+// Chooses for row m. bias(e), logit(e, ask(e)): of expert e, by one thread, thread e % kChoiceThreads, which asks for several before it looks at one.
+// Called by kChoiceThreads threads; ends with no barrier.
+template <typename Ask, typename Logit, typename Bias>
+__device__ __forceinline__ void choose_experts(const RouterArgs& a, int m, void* memory, const Ask& ask, const Logit& logit, const Bias& bias) {
   constexpr int AHEAD = 2;  // of a thread's experts whose logits are on their way at a time
   const ChoiceMemory at(memory, a.experts, a.n_group, a.top_k);
   const int thread = threadIdx.x, warp = thread / kWarp, lane = thread % kWarp, subsets = (a.experts + kWarp - 1) / kWarp;
   bool finite = true;
   for (int base = thread; base < a.experts; base += AHEAD * kChoiceThreads) {
-    float l[AHEAD], b[AHEAD];
+    decltype(ask(0)) asked[AHEAD];
+    float b[AHEAD];
 #pragma unroll
     for (int i = 0; i < AHEAD; ++i) {
-      const int e = base + i * kChoiceThreads;
-      l[i] = e < a.experts ? logit(e) : 0.f, b[i] = e < a.experts ? bias(e) : 0.f;
+      const int e = min(base + i * kChoiceThreads, a.experts - 1);
+      asked[i] = ask(e), b[i] = bias(e);
     }
 #pragma unroll
     for (int i = 0; i < AHEAD; ++i) {
       const int e = base + i * kChoiceThreads;
       if (e >= a.experts) break;
-      const float s = __fdiv_rn(1.0f, __fadd_rn(1.0f, expf(-l[i]))), c = __fadd_rn(s, b[i]);
-      finite = finite && isfinite(l[i]) && isfinite(c);
+      const float l = logit(e, asked[i]), s = __fdiv_rn(1.0f, __fadd_rn(1.0f, expf(-l))), c = __fadd_rn(s, b[i]);
+      finite = finite && isfinite(l) && isfinite(c);
       at.score[e] = s, at.order[e] = order_of(c);
     }
   }

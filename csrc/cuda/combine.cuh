@@ -20,6 +20,8 @@ struct CombineParams {
   int most;  // blocks that share it
 };
 
+constexpr int kCombined = 8;  // products of an output that are asked for at a time: one after the other each would wait for the way to L2 and back
+
 // WIDTH outputs a thread at a time, 1 or 4.
 template <int WIDTH>
 __device__ __forceinline__ void combine_part(const CombineParams& c, int part, int parts) {
@@ -33,23 +35,30 @@ __device__ __forceinline__ void combine_part(const CombineParams& c, int part, i
     const int m = i / columns, d = i - m * columns;
     const Group* const from = reinterpret_cast<const Group*>(c.products) + static_cast<size_t>(m) * (c.top_k + 1) * columns + d;
     Group* const to = reinterpret_cast<Group*>(c.out) + static_cast<size_t>(m) * columns + d;
-    Values sum, out;
+    Values sum, out, last;
     out.group = *to;
+    if (c.shared) last.group = __ldcg(from + static_cast<size_t>(c.top_k) * columns);
 #pragma unroll
     for (int e = 0; e < WIDTH; ++e) sum.v[e] = 0.f;
-#pragma unroll 8
-    for (int j = 0; j < c.top_k; ++j) {
-      const float weight = c.weights[m * c.top_k + j];
-      Values product;
-      product.group = __ldcg(from + static_cast<size_t>(j) * columns);
+#pragma unroll 1
+    for (int first = 0; first < c.top_k; first += kCombined) {
+      float weight[kCombined];
+      Values product[kCombined];
 #pragma unroll
-      for (int e = 0; e < WIDTH; ++e) sum.v[e] = __fmaf_rn(weight, product.v[e], sum.v[e]);
+      for (int j = 0; j < kCombined; ++j) {
+        const int choice = min(first + j, c.top_k - 1);  // beyond the last one that again, of which nothing is added
+        weight[j] = c.weights[m * c.top_k + choice], product[j].group = __ldcg(from + static_cast<size_t>(choice) * columns);
+      }
+#pragma unroll
+      for (int j = 0; j < kCombined; ++j) {
+        const bool there = first + j < c.top_k;  // no branch, behind which the compiler would put the loads
+#pragma unroll
+        for (int e = 0; e < WIDTH; ++e) sum.v[e] = there ? __fmaf_rn(weight[j], product[j].v[e], sum.v[e]) : sum.v[e];
+      }
     }
     if (c.shared) {
-      Values product;
-      product.group = __ldcg(from + static_cast<size_t>(c.top_k) * columns);
 #pragma unroll
-      for (int e = 0; e < WIDTH; ++e) sum.v[e] = __fadd_rn(sum.v[e], product.v[e]);
+      for (int e = 0; e < WIDTH; ++e) sum.v[e] = __fadd_rn(sum.v[e], last.v[e]);
     }
 #pragma unroll
     for (int e = 0; e < WIDTH; ++e) out.v[e] = __fadd_rn(out.v[e], sum.v[e]);
@@ -82,7 +91,7 @@ __device__ __forceinline__ void combine_row(const CombineParams& c) {
   float4* const to = reinterpret_cast<float4*>(c.out) + i;
   const float4* const from = reinterpret_cast<const float4*>(c.products) + i;
   float4 out = mine ? *to : make_float4(0.f, 0.f, 0.f, 0.f), sum = make_float4(0.f, 0.f, 0.f, 0.f);
-  constexpr int AT_A_TIME = 8;
+  constexpr int AT_A_TIME = kCombined;
   float weights[AT_A_TIME];
   const auto weigh = [&](int first) {
 #pragma unroll
@@ -97,13 +106,13 @@ __device__ __forceinline__ void combine_row(const CombineParams& c) {
     float4 v[AT_A_TIME];
 #pragma unroll
     for (int j = 0; j < AT_A_TIME; ++j) {
-      if (first + j < c.top_k) v[j] = __ldcg(from + static_cast<size_t>(first + j) * columns);
+      v[j] = __ldcg(from + static_cast<size_t>(min(first + j, c.top_k - 1)) * columns);
     }
 #pragma unroll
     for (int j = 0; j < AT_A_TIME; ++j) {
-      if (first + j >= c.top_k) break;
-      sum.x = __fmaf_rn(weights[j], v[j].x, sum.x), sum.y = __fmaf_rn(weights[j], v[j].y, sum.y);
-      sum.z = __fmaf_rn(weights[j], v[j].z, sum.z), sum.w = __fmaf_rn(weights[j], v[j].w, sum.w);
+      const bool there = first + j < c.top_k;
+      sum.x = there ? __fmaf_rn(weights[j], v[j].x, sum.x) : sum.x, sum.y = there ? __fmaf_rn(weights[j], v[j].y, sum.y) : sum.y;
+      sum.z = there ? __fmaf_rn(weights[j], v[j].z, sum.z) : sum.z, sum.w = there ? __fmaf_rn(weights[j], v[j].w, sum.w) : sum.w;
     }
     weigh(first + AT_A_TIME);
   }

@@ -434,7 +434,9 @@ __global__ __launch_bounds__(kTileMoeThreads, S::RESIDENT) void tile_moe_kernel(
       __syncwarp();
       if (elected()) barrier_arrive(done_at + count % 2 * 8);
     };
-    for (int count = 0; live_rows() > 0; ++count) {
+    // Read once: asked for at every unit, by all warps at a time, it comes from L2 wherever something acquired meanwhile, in microseconds.
+    const bool live = live_rows() > 0;
+    for (int count = 0; live; ++count) {
       barrier_wait(full_at + slot * 8, phase);  // with its first stage a unit is known
       const TileWork unit = works[count % WORKS];
       const TileWork& at_hand = DOWN ? unit : works[count % WORKS];  // read again where it is used, where registers are few

@@ -44,6 +44,11 @@ struct Params {
   unsigned* normed_rows;  // where gate and up, which multiply the shared expert meanwhile, count the rows that stand normed; or null
 };
 
+// A segment's sums of an expert's logit.
+struct LogitParts {
+  float of[kSegments];
+};
+
 // Adds up the segments' sums of the block's rows and chooses their experts.
 __device__ __forceinline__ void choose(const Params& p, void* memory, int blocks) {
   const int rows = p.choice.max_rows, experts = p.choice.experts;
@@ -59,13 +64,17 @@ __device__ __forceinline__ void choose(const Params& p, void* memory, int blocks
     __syncthreads();  // everyone is done with the row before
     choose_experts(p.choice, m, memory, [&](int e) {
       const float* const from = p.parts + static_cast<size_t>(m) * experts + e;
-      float part[kSegments];
+      LogitParts part;
+      // Volatile, for the compiler to leave the loads of two experts side by side, in front of what it does with the first.
 #pragma unroll
-      for (int s = 0; s < kSegments; ++s) part[s] = __ldcg(from + static_cast<size_t>(s) * rows * experts);
+      for (int s = 0; s < kSegments; ++s) asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(part.of[s]) : "l"(from + static_cast<size_t>(s) * rows * experts) : "memory");
+      return part;
+    }, [&](int e, const LogitParts& part) {
+      float sum = part.of[0];
 #pragma unroll
-      for (int s = 1; s < kSegments; ++s) part[0] = __fadd_rn(part[0], part[s]);
-      p.logits[static_cast<size_t>(m) * experts + e] = part[0];
-      return part[0];
+      for (int s = 1; s < kSegments; ++s) sum = __fadd_rn(sum, part.of[s]);
+      p.logits[static_cast<size_t>(m) * experts + e] = sum;
+      return sum;
     }, [&](int e) { return e < kThreads ? held[0] : e < HELD * kThreads ? held[1] : __ldg(p.choice.bias + e); });
   }
 }
@@ -94,11 +103,11 @@ __global__ __launch_bounds__(kThreads, 2) void route_kernel(const __grid_constan
     }
   }
   copy_commit();
-  const RowNorm<stream::kMostRouted> norm(p.norm_w, p.k);
-  wait_for_previous();
 
   uint8_t* const staged = smem + TILES * tile_bytes;
   if constexpr (OWN) {
+    const RowNorm<stream::kMostRouted> norm(p.norm_w, p.k);
+    wait_for_previous();
     const int begin = unit * kUnitK<kKind>, end = begin + steps * kUnitK<kKind>;
 #pragma unroll 1
     for (int m = 0; m < rows; ++m) {
@@ -108,9 +117,16 @@ __global__ __launch_bounds__(kThreads, 2) void route_kernel(const __grid_constan
     }
   } else {
     int done = 0;
-    for (int m = block; m < rows; m += blocks, ++done) {
-      norm(p.x + static_cast<size_t>(m) * p.k, p.eps, squares + done % kOwnRows * kSegments,
-           [&](int e, uint2 four) { *reinterpret_cast<uint2*>(p.normed + static_cast<size_t>(m) * p.row_stride + e) = four; });
+    // The others do not ask for the norm's weights: what they ask for next would wait for registers that these have yet to reach.
+    if (block >= rows) {
+      wait_for_previous();
+    } else {
+      const RowNorm<stream::kMostRouted> norm(p.norm_w, p.k);
+      wait_for_previous();
+      for (int m = block; m < rows; m += blocks, ++done) {
+        norm(p.x + static_cast<size_t>(m) * p.k, p.eps, squares + done % kOwnRows * kSegments,
+             [&](int e, uint2 four) { *reinterpret_cast<uint2*>(p.normed + static_cast<size_t>(m) * p.row_stride + e) = four; });
+      }
     }
     meet_ahead(p.tickets, p.normed_rows, done, rows);
   }
