@@ -116,7 +116,7 @@ constexpr int kBoxWeightBytes = 2048, kBoxScaleBytes = 256;  // 16 rows x 128 by
 
 // linear for 17 to 64 rows by warpgroup products (linear_wide.cu): a block has a segment of K, each of its warpgroups one tile of 64 weight
 // rows after the other, a warp sixteen of them. Activations of kWideChunk of K are put in order at a time, beside the next ones as they come.
-constexpr int kWideRows = 64, kWideLeast = 17, kWideWarps = 16, kWideGroups = kWideWarps / 4, kWideTile = 64, kWideChunk = 128;
+constexpr int kWideRows = 64, kWideFewer = 32, kWideLeast = 17, kWideWarps = 16, kWideGroups = kWideWarps / 4, kWideTile = 64, kWideChunk = 128;
 constexpr int kWideCluster = 2;  // blocks of one segment that are sent the same activations; an H200 has room for 66 pairs, but 30 fours
 constexpr size_t kWideStatic = 1 << 10;
 constexpr int wide_depth(WeightKind kind) { return kind == WeightKind::kInt4 ? 4 : 5; }  // units of a warp's ring
@@ -144,7 +144,7 @@ constexpr bool serves_boxed(const Device& device, WeightKind kind, int k, bool p
 }
 // linear_wide_boxes.cu: boxes of a ring that are asked for before the launch before has ended, tiles of a warpgroup and chunks of activations at most. Shorter
 // rows have too many tiles for what is exchanged with each.
-constexpr int kWideBoxEarly = 1, kWideBoxRounds = 2, kWideBoxChunks = 8, kWideBoxMostDepth = 6;
+constexpr int kWideBoxEarly = 1, kWideBoxRounds = 2, kWideBoxChunks = 8, kWideBoxMostDepth = 4;
 constexpr size_t wide_box_shared(int k, int depth) {
   const int chunks = (staged_length(k, kSegments, unit_of(WeightKind::kInt4)) + kWideChunk - 1) / kWideChunk;
   return static_cast<size_t>(chunks) * (kWideChunk * kWideRows * 2) + wide_rings(depth);
@@ -157,7 +157,7 @@ constexpr int wide_box_depth(const Device& device, int k) {
 }
 // linear_whole.cu: a cluster shares K and has a tile for each of its blocks, whose two segments' activations and the sums that come from the others it has room
 // for beside rings of kWholeDepth boxes; kWholeEarly of them are asked for before the launch before has ended.
-constexpr int kWholeCluster = 4, kWholeK = 2048, kWholeUnits = kWholeK / unit_of(WeightKind::kInt4) / kWholeCluster, kWholeDepth = 3, kWholeEarly = 3;
+constexpr int kWholeCluster = 4, kWholeK = 2048, kWholeUnits = kWholeK / unit_of(WeightKind::kInt4) / kWholeCluster, kWholeDepth = 3, kWholeEarly = 2;
 constexpr size_t whole_shared() {
   const size_t sums = static_cast<size_t>((kWholeCluster - 1) * (kSegments / kWholeCluster) * kWideTile * kWideRows) * sizeof(float);
   return static_cast<size_t>(kWholeUnits) * (kWideChunk * kWideRows * 2) + sums + wide_rings(kWholeDepth);

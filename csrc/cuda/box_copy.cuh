@@ -27,6 +27,11 @@ __device__ __forceinline__ void copy_box_once(uint32_t to, const CUtensorMap* ma
       : "memory");
 }
 
+// A box of activations into L2 alone, for whoever copies it later. It may still be written when this is asked for: L2 is where all see the same.
+__device__ __forceinline__ void fetch_box(const CUtensorMap* map, int k, int row) {
+  asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global [%0, {%1, %2}];" ::"l"(map), "r"(k), "r"(row) : "memory");
+}
+
 // So many blocks of 64 elements of all rows of activations from block `first` on.
 __device__ __forceinline__ void copy_blocks(uint32_t to, const CUtensorMap* map, int first, uint32_t barrier) {
   asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %3, %4}], [%2];" ::"r"(to),

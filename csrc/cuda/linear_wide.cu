@@ -30,7 +30,7 @@ using stream::kWideGroups;
 using stream::kWideWarps;
 
 struct Params : WideParams {
-  CUtensorMap x;  // bf16 [max_rows, k], in boxes of kBox x kWideRows / kWideCluster
+  CUtensorMap x;  // bf16 [max_rows, k], in boxes of kBox x copied
   float4* parts;       // [2][rows of blocks][warpgroup][segment][fragment][lane]
   unsigned* arrivals;  // [rows of blocks][warpgroup], never reset: eight more each time
 };
@@ -74,8 +74,8 @@ __global__ __launch_bounds__(kWideWarps * kWarp, 1) void wide_kernel(const __gri
   const int counted = load_early(p.n_rows);
   if (threadIdx.x == 0) {
     for (int c = 0; c < chunks; ++c) {
-      barrier_expect(shared_address(full + c), kChunkBytes);
-      copy_chunk<kWideCluster>(b + (c + 1) * kChunkBytes, &p.x, unit * UNIT + c * kWideChunk, full + c, rank);
+      barrier_expect(shared_address(full + c), chunk_bytes(p.copied, kWideCluster));
+      copy_chunk<kWideCluster>(b + (c + 1) * kChunkBytes, &p.x, unit * UNIT + c * kWideChunk, full + c, rank, p.copied);
     }
   }
 
@@ -188,8 +188,8 @@ bool CudaBackend::linear_wide(const LinearArgs& a) {
   if (stream::serves_wide_boxes(device_shape_, kind, p.k, p.tiles, paired) && linear_wide_boxes(a, x, ldx)) return true;
   const int groups = std::min(most, (p.tiles + kWideCluster - 1) / kWideCluster * kWideCluster);
   for (p.first_row = 0; p.first_row < a.max_rows; p.first_row += stream::kWideRows) {
-    set_rows(p, a);
-    p.x = rows_map(p, x, ldx, stream::kWideRows / kWideCluster);
+    set_rows(p, a, kWideCluster);
+    p.x = rows_map(p, x, ldx);
     launch_clusters(name, kernel, kWideCluster, dim3(static_cast<unsigned>(groups * kSegments)), kWideWarps * kWarp, shared, p);
   }
   return true;

@@ -30,15 +30,18 @@ using stream::kWideCluster;
 
 struct Params : WideBoxParams {
   int depth;           // slots of a ring
+  int each, rest;      // tiles of a row of blocks; rows of blocks that have one more
   float4* parts;       // [round][rows of blocks][warpgroup][segment][fragment][lane]
   unsigned* arrivals;  // [rows of blocks][warpgroup][quarter][round], never reset: eight more each time
 };
 
 constexpr int kThreads = kWideBoxThreads;
 
+// COLUMNS: places of activation rows.
+template <int COLUMNS>
 __global__ __launch_bounds__(kThreads, 1) void wide_boxes_kernel(const __grid_constant__ Params p) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  constexpr int UNIT = kUnitK<WeightKind::kInt4>, GROUPS = kWideBoxGroups;
+  constexpr int UNIT = kUnitK<WeightKind::kInt4>, GROUPS = kWideBoxGroups, CHUNK = kOrderedChunk<COLUMNS>;  // bytes of a chunk
   extern __shared__ __align__(1024) uint8_t smem[];
   // come and in order: of chunks, the latter counts warps. landed, freed: of the rings' slots. published: a warpgroup's tile of the first round, by its warps.
   __shared__ uint64_t come[kWideBoxChunks], in_order_at[kWideBoxChunks], landed[GROUPS][kWideBoxMostDepth], freed[GROUPS][kWideBoxMostDepth];
@@ -48,13 +51,15 @@ __global__ __launch_bounds__(kThreads, 1) void wide_boxes_kernel(const __grid_co
   const int rank = cluster_rank<kWideCluster>(), segment = blockIdx.x / kWideCluster % kSegments;
   const int group = blockIdx.x / (kWideCluster * kSegments) * kWideCluster + rank, groups = gridDim.x / kSegments;
   const int units = p.k / UNIT, unit = segment_begin(segment, units), chunks = segment_begin(segment + 1, units) - unit;
-  const int count = group < p.tiles ? (p.tiles - group + groups - 1) / groups : 0;  // tiles: group, group + groups, ...
-  const uint32_t staged = shared_address(smem), rings = staged + chunks * kChunkBytes;
+  const int count = p.each + (group < p.rest ? 1 : 0);  // tiles: group, group + groups, ...
+  const uint32_t staged = shared_address(smem), rings = staged + chunks * CHUNK;
   const auto ring_of = [&](int warpgroup) { return ring_at(rings, warpgroup, p.depth, landed[warpgroup], freed[warpgroup]); };
 
   if (threadIdx.x == 0) {
-    for (int c = 0; c < chunks; ++c) barrier_init(shared_address(come + c), 1), barrier_init(shared_address(in_order_at + c), 4);
-    for (int w = 0; w < GROUPS; ++w) barrier_init(shared_address(published + w), 4), init_ring(ring_of(w));
+#pragma unroll
+    for (int c = 0; c < kWideBoxChunks; ++c) barrier_init(shared_address(come + c), 1), barrier_init(shared_address(in_order_at + c), 4);
+#pragma unroll
+    for (int w = 0; w < GROUPS; ++w) barrier_init(shared_address(published + w), 4), init_ring<kWideBoxMostDepth>(ring_of(w));
   }
   asm volatile("fence.mbarrier_init.release.cluster;\nfence.proxy.async.shared::cta;" ::: "memory");
   __syncthreads();
@@ -75,14 +80,16 @@ __global__ __launch_bounds__(kThreads, 1) void wide_boxes_kernel(const __grid_co
   const auto awaited_of = [&](unsigned before) { return (before / kSegments + 1) * kSegments; };
   // Waits for all eight blocks' sums, and adds this block's columns.
   const auto finish = [&](int tile, int of_warpgroup, int round, unsigned awaited, int rows) {
+    const Sixteen of = sixteen_of_box(p, tile, quarter);
+    const float4* parts = parts_of(of_warpgroup, round) + (quarter * 8 + segment) * kWarp;
+    uint32_t adds = segment * kColumns < rows && of.live;
+    found_here(parts), found_here(adds);
     unsigned seen;
     do {
       asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(seen) : "l"(counter_of(of_warpgroup, round)) : "memory");
     } while (static_cast<int>(seen - awaited) < 0);
     __syncwarp();
-    const Sixteen of = sixteen_of_box(p, tile, quarter);
-    if (segment * kColumns >= rows || !of.live) return;
-    const float4* const parts = parts_of(of_warpgroup, round) + (quarter * 8 + segment) * kWarp;
+    if (adds == 0) return;
     float4 part[kSegments];
 #pragma unroll
     for (int s = 0; s < kSegments; ++s) part[s] = __ldcg(parts + s * (kFragments * kWarp));
@@ -93,30 +100,35 @@ __global__ __launch_bounds__(kThreads, 1) void wide_boxes_kernel(const __grid_co
 
   if (warpgroup > GROUPS) {
     fewer_registers<kCopyRegisters>();
-    const int first = unit / 2, each = (unit + chunks + 1) / 2 - first;  // boxes of a tile
-    const int most = chunks > 0 ? (count + GROUPS - 1) / GROUPS * each : 0;  // of a ring
-    // By one thread: boxes [from, to) of both rings.
-    const auto ask_both = [&](int from, int to) {
-      for (int i = GROUPS * from; i < GROUPS * min(to, most); ++i) {
-        const int n = i / GROUPS, of_warpgroup = i % GROUPS, tile = of_warpgroup + n / each * GROUPS;
-        if (tile < count) ask(p, ring_of(of_warpgroup), n, group + tile * groups, first + n % each);
+    const int first = unit / 2, last = (unit + chunks + 1) / 2;  // boxes of a tile; rows are so long that there is one
+    WideAsker asker(ring_of(quarter % GROUPS));
+    int i = quarter, box = first;  // the next box is of tile i of the block's
+    const auto ask_for = [&](int most) {
+      for (; most > 0 && i < count; --most) {
+        asker.ask(p, group + i * groups, box);
+        if (++box == last) box = first, i += GROUPS;
       }
     };
     const bool asks = elected();
-    if (quarter == 0 && asks) ask_both(0, kWideBoxEarly);
-    if (quarter == 1 && asks) prefetch_map(&p.x);
-    __syncwarp();
-    wait_for_previous();
-    cluster_wait<kWideCluster>();  // the other block's barriers are there
-    if (quarter == 1 && asks) {
-      for (int c = 0; c < chunks; ++c) {
-        barrier_expect(shared_address(come + c), kChunkBytes);
-        copy_chunk<kWideCluster>(staged + c * kChunkBytes, &p.x, unit * UNIT + c * kWideChunk, come + c, rank);
+    if (quarter < GROUPS && asks) ask_for(kWideBoxEarly);
+    if (quarter == GROUPS && asks) {  // each cluster of those that share them, of some chunks
+      prefetch_map(&p.x);
+      for (int c = group / kWideCluster; c < chunks; c += groups / kWideCluster) {
+        for (int box = 0; box < 2; ++box) fetch_box(&p.x, unit * UNIT + c * kWideChunk + box * kBox, rank * p.copied);
       }
     }
     __syncwarp();
-    if (quarter < 2) meet_copying();
-    if (quarter == 0 && asks) ask_both(kWideBoxEarly, most);
+    cluster_wait<kWideCluster>();  // the other block's barriers are there
+    wait_for_previous();
+    if (quarter == GROUPS && asks) {
+      for (int c = 0; c < chunks; ++c) {
+        barrier_expect(shared_address(come + c), chunk_bytes(p.copied, kWideCluster));
+        copy_chunk<kWideCluster, COLUMNS>(staged + c * CHUNK, &p.x, unit * UNIT + c * kWideChunk, come + c, rank, p.copied);
+      }
+    }
+    __syncwarp();
+    if (quarter <= GROUPS) meet_copying();
+    if (quarter < GROUPS && asks) ask_for(1 << 30);
     return;
   }
   if (warpgroup == GROUPS) {
@@ -126,7 +138,7 @@ __global__ __launch_bounds__(kThreads, 1) void wide_boxes_kernel(const __grid_co
     const int counted = load_early(p.n_rows);
     for (int c = 0; c < chunks; ++c) {
       barrier_idle(shared_address(come + c), 0);
-      order_chunk<4>(staged + c * kChunkBytes, quarter, lane, p.ordered, shared_address(in_order_at + c));
+      order_chunk<COLUMNS, 4>(staged + c * CHUNK, quarter, lane, p.ordered, shared_address(in_order_at + c));
     }
     const int rows = min(counted - p.first_row, p.max_rows);
     unsigned before[GROUPS];
@@ -152,7 +164,7 @@ __global__ __launch_bounds__(kThreads, 1) void wide_boxes_kernel(const __grid_co
   WideReader reader(ring_of(warpgroup), quarter, lane);
   const uint32_t ordered_at = kept(shared_address(in_order_at));
   for (int i = warpgroup; i < count; i += GROUPS) {
-    float acc[32];
+    float acc[COLUMNS / 2];
     const int round = i / GROUPS;
     const bool last = i + GROUPS >= count;
     const unsigned before = last ? load_early(reinterpret_cast<const int*>(counter_of(warpgroup, round))) : 0;
@@ -160,9 +172,10 @@ __global__ __launch_bounds__(kThreads, 1) void wide_boxes_kernel(const __grid_co
       if (round == 0) barrier_wait(ordered_at + step * 8, 0);
     }, [](int) {});
     const int rows = min(counted - p.first_row, p.max_rows);
-    float4* const parts = parts_of(warpgroup, round) + (segment * kFragments + quarter * 8) * kWarp;
+    float4* parts = parts_of(warpgroup, round) + (segment * kFragments + quarter * 8) * kWarp;
+    found_here(parts);  // once, and not for each of the stores
 #pragma unroll
-    for (int nt = 0; nt < 8; ++nt) {  // fragment (quarter, nt) goes to block nt of the eight
+    for (int nt = 0; nt < COLUMNS / kColumns; ++nt) {  // fragment (quarter, nt) goes to block nt of the eight
       if (nt * kColumns < rows) __stcg(parts + nt * kWarp, make_float4(acc[4 * nt], acc[4 * nt + 1], acc[4 * nt + 2], acc[4 * nt + 3]));
     }
     __syncwarp();
@@ -184,15 +197,20 @@ bool CudaBackend::linear_wide_boxes(const LinearArgs& a, const uint16_t* x, int 
   if (!set_wide_boxes(p, a)) return false;
   p.depth = stream::wide_box_depth(device_shape_, p.k);
   const size_t shared = stream::wide_box_shared(p.k, p.depth);
-  const int resident = kWideCluster * resident_clusters(reinterpret_cast<const void*>(wide_boxes_kernel), name, kWideCluster, kThreads, shared);
-  const int most = std::min(stream::wide_groups(resident), stream::wide_groups(device_shape_.multiprocessors));
+  const auto kernel_for = [](int rows) { return rows <= stream::kWideFewer ? &wide_boxes_kernel<stream::kWideFewer> : &wide_boxes_kernel<stream::kWideRows>; };
+  int most = stream::wide_groups(device_shape_.multiprocessors);
+  for (const int rows : {stream::kWideFewer, stream::kWideRows}) {
+    const void* const kernel = reinterpret_cast<const void*>(kernel_for(rows));
+    most = std::min(most, stream::wide_groups(kWideCluster * resident_clusters(kernel, name, kWideCluster, kThreads, shared)));
+  }
   const int groups = std::min(most, (p.tiles + kWideCluster - 1) / kWideCluster * kWideCluster);
   if (p.tiles > kWideBoxRounds * kWideBoxGroups * groups) return false;
+  p.each = p.tiles / groups, p.rest = p.tiles % groups;
   p.parts = static_cast<float4*>(exchange_), p.arrivals = arrivals_;
   for (p.first_row = 0; p.first_row < a.max_rows; p.first_row += stream::kWideRows) {
-    set_rows(p, a);
-    p.x = rows_map(p, x, ldx, stream::kWideRows / kWideCluster);
-    launch_clusters(name, wide_boxes_kernel, kWideCluster, dim3(static_cast<unsigned>(groups * kSegments)), kThreads, shared, p);
+    set_rows(p, a, kWideCluster);
+    p.x = rows_map(p, x, ldx);
+    launch_clusters(name, kernel_for(p.max_rows), kWideCluster, dim3(static_cast<unsigned>(groups * kSegments)), kThreads, shared, p);
   }
   return true;
 }

@@ -26,6 +26,7 @@ struct WideParams {
   int tiles;      // of 64 weight rows, one part's after the other's; for kSiluMul of 32 gate and 32 up rows
   int first_row;  // of activations and outputs, to which x and out point
   int max_rows;   // from there on, at most 64
+  int copied;     // rows of activations that a block copies: all, or its share where a cluster has the same ones
   const int32_t* n_rows;
 };
 
@@ -41,17 +42,18 @@ inline void set_wide(WideParams& p, const LinearArgs& a) {
   }
   p.tiles = (sixteens + 3) / 4;
 }
-inline void set_rows(WideParams& p, const LinearArgs& a) {
+inline void set_rows(WideParams& p, const LinearArgs& a, int sharing) {
   const bool paired = a.epilogue == Epilogue::kSiluMul;
   p.max_rows = a.max_rows - p.first_row < stream::kWideRows ? a.max_rows - p.first_row : stream::kWideRows;
+  p.copied = (p.max_rows + sharing * kColumns - 1) / (sharing * kColumns) * kColumns;
   for (int i = 0; i < 2; ++i) {
     const int j = paired || i >= a.parts ? 0 : i;
     p.out[i] = static_cast<char*>(a.out[j]) + static_cast<size_t>(p.first_row) * a.ldo[j] * (paired ? sizeof(uint16_t) : sizeof(float));
   }
 }
-// Activations of p's launch, whose rows begin at x[first_row], in boxes of kBox x `rows`.
-inline CUtensorMap rows_map(const WideParams& p, const uint16_t* x, int ldx, int rows) {
-  return bf16_map(x + static_cast<size_t>(p.first_row) * ldx, {static_cast<uint64_t>(p.k), static_cast<uint64_t>(p.max_rows)}, rows,
+// Activations of p's launch, whose rows begin at x[first_row], in boxes of kBox x p.copied.
+inline CUtensorMap rows_map(const WideParams& p, const uint16_t* x, int ldx) {
+  return bf16_map(x + static_cast<size_t>(p.first_row) * ldx, {static_cast<uint64_t>(p.k), static_cast<uint64_t>(p.max_rows)}, p.copied,
                   static_cast<uint64_t>(ldx));
 }
 
@@ -95,11 +97,18 @@ __device__ __forceinline__ void write_fragment(const WideParams& p, const Sixtee
 __device__ __forceinline__ void store_fragment(const WideParams& p, const Sixteen& of, int column, int rows, const float4& y, int lane) {
   const int m = column + lane % 4 * 2, to = of.at * kTileRows + lane / 4, ldo = p.ldo[of.part];
   float* const o = static_cast<float*>(p.out[of.part]) + static_cast<size_t>(m) * ldo + to;
-  const float v[4] = {y.x, y.y, y.z, y.w};
+  float v[4] = {y.x, y.y, y.z, y.w};
+  const bool below = m + 1 < rows, here = m < rows, first = to < p.n[of.part], later = to + 8 < p.n[of.part];
+  const bool stored[4] = {here && first, below && first, here && later, below && later};
+  if (p.epilogue == Epilogue::kResidual) {  // one branch for all four
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      if (stored[e]) v[e] = __fadd_rn(o[e % 2 * ldo + e / 2 * 8], v[e]);
+    }
+  }
 #pragma unroll
   for (int e = 0; e < 4; ++e) {
-    float* const at = o + e % 2 * ldo + e / 2 * 8;
-    if (m + e % 2 < rows && to + e / 2 * 8 < p.n[of.part]) *at = p.epilogue == Epilogue::kResidual ? __fadd_rn(*at, v[e]) : v[e];
+    if (stored[e]) o[e % 2 * ldo + e / 2 * 8] = v[e];
   }
 }
 __device__ __forceinline__ float4 add(const float4& a, const float4& b) {
@@ -196,18 +205,22 @@ __device__ __forceinline__ void copy_rows(uint32_t to, const CUtensorMap* map, i
                "r"(k), "r"(shared_address(full))
                : "memory");
 }
-// By one thread of each block of a cluster of CL: this block's rows of the chunk at k, to the same place of all of them. A chunk is two boxes.
-template <int CL>
-__device__ __forceinline__ void copy_chunk(uint32_t to, const CUtensorMap* map, int k, uint64_t* full, int rank) {
+// By one thread of each block of a cluster of CL: this block's `copied` rows of the chunk at k, to the same place of all of them. A chunk is two boxes, each
+// with places for COLUMNS rows; those behind the last block's keep what they had, for columns that nobody stores. (A box without any row of its own would
+// be filled with zeros, in both blocks, more slowly than rows come.)
+template <int CL, int COLUMNS = stream::kWideRows>
+__device__ __forceinline__ void copy_chunk(uint32_t to, const CUtensorMap* map, int k, uint64_t* full, int rank, int copied) {
 #pragma unroll
-  for (int box = 0; box < kChunkBytes / kBoxBytes; ++box) {
+  for (int box = 0; box < 2; ++box) {
     asm volatile(
         "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(
-            to + box * kBoxBytes + rank * (kBoxBytes / CL)),
-        "l"(map), "r"(k + box * kBox), "r"(rank * (stream::kWideRows / CL)), "r"(shared_address(full)), "h"(static_cast<uint16_t>((1 << CL) - 1))
+            to + box * (kBox * COLUMNS * 2) + rank * copied * (kBox * 2)),
+        "l"(map), "r"(k + box * kBox), "r"(rank * copied), "r"(shared_address(full)), "h"(static_cast<uint16_t>((1 << CL) - 1))
         : "memory");
   }
 }
+// Bytes of a chunk that come into each block where `sharing` blocks copy `copied` rows each.
+__device__ __forceinline__ int chunk_bytes(int copied, int sharing) { return stream::kWideChunk * 2 * copied * sharing; }
 
 // A piece of eight elements to its four places in an ordered group; ordered: it has the nibbles' order already.
 __device__ __forceinline__ void store_ordered(uint8_t* place, const uint4& v, bool ordered) {

@@ -35,8 +35,8 @@ __device__ __forceinline__ void wgmma_wait() {
 }
 
 // A thread's sums as an instruction's operands: their places in its text, and the registers.
-#define KD_PLACES32 \
-  "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
+#define KD_PLACES16 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
+#define KD_PLACES32 KD_PLACES16 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
 #define KD_PLACES64 \
   KD_PLACES32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
 #define KD_PLACES128 \
@@ -81,11 +81,30 @@ __device__ __forceinline__ void wgmma_columns(float (&d)[32], const uint32_t (&a
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
 }
 
+// The same for 32 rows of b.
+__device__ __forceinline__ void wgmma_columns(float (&d)[16], const uint32_t (&a)[4], uint64_t b, int accumulate) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %21, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {"
+      KD_PLACES16
+      "}, {%16,%17,%18,%19}, %20, p, 1, 1, 0;\n}\n"
+      : KD_SUMS16(d, 0)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
+}
+
 // Waits until at most PENDING groups are in flight; what an ended one wrote to d and read from a may be used from here on.
 template <int PENDING>
 __device__ __forceinline__ void wgmma_wait(float (&d)[32], uint32_t (&a)[8]) {
   asm volatile("wgmma.wait_group.sync.aligned %40;"
       : KD_SUMS32(d, 0),
+        "+r"(a[0]), "+r"(a[1]), "+r"(a[2]), "+r"(a[3]), "+r"(a[4]), "+r"(a[5]), "+r"(a[6]), "+r"(a[7])
+      : "n"(PENDING)
+      : "memory");
+}
+template <int PENDING>
+__device__ __forceinline__ void wgmma_wait(float (&d)[16], uint32_t (&a)[8]) {
+  asm volatile("wgmma.wait_group.sync.aligned %24;"
+      : KD_SUMS16(d, 0),
         "+r"(a[0]), "+r"(a[1]), "+r"(a[2]), "+r"(a[3]), "+r"(a[4]), "+r"(a[5]), "+r"(a[6]), "+r"(a[7])
       : "n"(PENDING)
       : "memory");
@@ -136,6 +155,7 @@ __device__ __forceinline__ void wgmma_values(float (&d)[64], uint32_t a, uint32_
       : "l"(whole_descriptor(a)), "l"(whole_descriptor(b)), "r"(accumulate));
 }
 
+#undef KD_PLACES16
 #undef KD_PLACES32
 #undef KD_PLACES64
 #undef KD_PLACES128

@@ -2,7 +2,7 @@
 //
 // Two warpgroups multiply, with two groups' sums in flight until a unit's end. Each has a ring for boxes of 64 weight rows x 128 bytes, two units of K,
 // with their scales; a segment that begins or ends between two boxes leaves half of one unread. A third warpgroup puts activations in the nibbles'
-// order where they stand, a chunk after the other, so that products begin with the first. Of a fourth one warp asks for weights and one for
+// order where they stand, a chunk after the other, so that products begin with the first. Of a fourth two warps ask for a ring's boxes and one for
 // activations: the copy engine takes them one after the other, and whoever asks waits.
 // Reduction order: stream.cuh; sums are a fourth, exactly, until a segment's end (nibbles.cuh).
 #pragma once
@@ -24,7 +24,7 @@ constexpr int kWideBoxThreads = (kWideBoxGroups + 2) * 4 * kWarp;
 constexpr int kEightBytes = 1024;  // of eight rows of activations, of 64 elements of K
 
 struct WideBoxParams : WideParams {
-  CUtensorMap x;                   // bf16 [max_rows, k], in boxes of kBox x kWideRows or a cluster's share of these
+  CUtensorMap x;                   // bf16 [max_rows, k], in boxes of kBox x copied
   uint32_t upper = kEightBytes >> 4;  // half of a descriptor of activations: a constant would be formed again for each product
   CUtensorMap weights[2], scales[2];  // boxes of kWideTile rows x 128 bytes, and of their scales
 };
@@ -49,7 +49,11 @@ inline bool set_wide_boxes(WideBoxParams& p, const LinearArgs& a) {
 // Activations: boxes of 64 of K, in a box eight rows of 128 bytes after the other. Put in order, eight rows are for each 32 of K two steps of sixteen, of
 // each two 8 x 16-byte matrices.
 constexpr int kHalfBytes = 512, kStepOfHalf = 256;
-static_assert(kChunkBytes == 2 * kBoxBytes && kWideChunk == kUnitK<WeightKind::kInt4>, "a chunk is a unit's activations, two boxes");
+static_assert(kWideChunk == 2 * kBox && kWideChunk == kUnitK<WeightKind::kInt4>, "a chunk is a unit's activations, two boxes");
+template <int COLUMNS>
+constexpr int kOrderedBox = kBox * COLUMNS * 2;  // bytes
+template <int COLUMNS>
+constexpr int kOrderedChunk = 2 * kOrderedBox<COLUMNS>;
 
 // The lower half of a descriptor of activations; places behind it are reached by adding bytes / 16. The upper half is the same for all: WideBoxParams::upper.
 __device__ __forceinline__ uint32_t lower_descriptor(uint32_t at) { return (at & 0x3ffff) >> 4 | (kMatrixBytes >> 4) << 16; }
@@ -60,7 +64,8 @@ __device__ __forceinline__ uint64_t joined_descriptor(uint32_t lower, uint32_t u
 }
 
 // The products of one group of 32, whose activations' descriptor is b and `upper`: two steps, started from zero.
-__device__ __forceinline__ void start_boxed(float (&d)[32], const uint32_t (&a)[8], uint32_t b, uint32_t upper) {
+template <int SUMS>
+__device__ __forceinline__ void start_boxed(float (&d)[SUMS], const uint32_t (&a)[8], uint32_t b, uint32_t upper) {
   const uint32_t first[4] = {a[0], a[1], a[2], a[3]}, second[4] = {a[4], a[5], a[6], a[7]};
   wgmma_fence();
   wgmma_columns(d, first, joined_descriptor(b, upper), false);
@@ -69,10 +74,11 @@ __device__ __forceinline__ void start_boxed(float (&d)[32], const uint32_t (&a)[
 }
 
 // Adds a group's sums times its scales: of a pair of groups, of the lane's row and the one eight below, the one or the `odd` one.
-__device__ __forceinline__ void add_scaled(float (&acc)[32], const float (&sum)[32], uint32_t pair, uint32_t below, bool odd) {
+template <int SUMS>
+__device__ __forceinline__ void add_scaled(float (&acc)[SUMS], const float (&sum)[SUMS], uint32_t pair, uint32_t below, bool odd) {
   const float s[2] = {__uint_as_float(odd ? pair & 0xffff0000u : pair << 16), __uint_as_float(odd ? below & 0xffff0000u : below << 16)};
 #pragma unroll
-  for (int e = 0; e < 32; ++e) acc[e] = __fmaf_rn(sum[e], s[e / 2 % 2], acc[e]);
+  for (int e = 0; e < SUMS; ++e) acc[e] = __fmaf_rn(sum[e], s[e / 2 % 2], acc[e]);
 }
 
 __device__ __forceinline__ void store_matrices(uint32_t at, const uint4& v) {
@@ -80,9 +86,9 @@ __device__ __forceinline__ void store_matrices(uint32_t at, const uint4& v) {
 }
 // A WARPS-th, by warp `which`, of a chunk that has come at `at`, put in order there; `done` counts warps. A quarter of a warp reads two rows that are four
 // apart, which the swizzle brings into all banks.
-template <int WARPS>
+template <int COLUMNS, int WARPS>
 __device__ __forceinline__ void order_chunk(uint32_t at, int which, int lane, bool ordered, uint32_t done) {
-  constexpr int EIGHTS = kChunkBytes / kEightBytes, EACH = EIGHTS % WARPS == 0 ? EIGHTS / WARPS : 1;
+  constexpr int EIGHTS = kOrderedChunk<COLUMNS> / kEightBytes, EACH = EIGHTS % WARPS == 0 ? EIGHTS / WARPS : 1;
   const int row = lane / 4 % 2 * 4 + lane / 8, to = lane / 8 * kMatrixBytes + (lane % 2 * 4 + lane % 8 / 2) * 16;
 #pragma unroll 1
   for (int first = which; first < EIGHTS; first += WARPS * EACH) {
@@ -121,8 +127,8 @@ __device__ __forceinline__ void barrier_idle(uint32_t at, uint32_t parity) {
       : "memory");
 }
 
-// Where the warp that asks for boxes waits until the one that asks for activations has done so: their queue is one.
-__device__ __forceinline__ void meet_copying() { asm volatile("bar.sync 2, 64;" ::: "memory"); }
+// Where the warps that ask for boxes wait until the one that asks for activations has done so: their queue is one.
+__device__ __forceinline__ void meet_copying() { asm volatile("bar.sync 2, %0;" ::"n"((kWideBoxGroups + 1) * kWarp) : "memory"); }
 __device__ __forceinline__ void prefetch_map(const CUtensorMap* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
 
 // A tile's sixteen rows that are warp `quarter`'s of a warpgroup.
@@ -142,22 +148,40 @@ __device__ __forceinline__ WideRing ring_at(uint32_t rings, int group, int depth
   const uint32_t weights = rings + group * depth * kWideWeightSlot, scales = rings + (kWideBoxGroups * kWideWeightSlot + group * kWideScaleSlot) * depth;
   return WideRing{weights, scales, shared_address(landed), shared_address(freed), depth};
 }
+// MOST: slots that a ring of the kernel may have; a loop over those that it has takes longer than what is left of the launch before.
+template <int MOST>
 __device__ __forceinline__ void init_ring(const WideRing& ring) {
-  for (int i = 0; i < ring.depth; ++i) barrier_init(ring.landed + i * 8, 1), barrier_init(ring.freed + i * 8, 4);
+#pragma unroll
+  for (int i = 0; i < MOST; ++i) barrier_init(ring.landed + i * 8, 1), barrier_init(ring.freed + i * 8, 4);
 }
-// By one thread: the n-th box of a ring is box `box` of a tile.
-__device__ __forceinline__ void ask(const WideBoxParams& p, const WideRing& ring, int n, int tile, int box) {
-  const int slot = n % ring.depth;
-  const Sixteen of = sixteen_of_box(p, tile, 0);
-  const uint32_t landed = ring.landed + slot * 8;
-  if (n >= ring.depth) barrier_wait(ring.freed + slot * 8, (n / ring.depth - 1) & 1);
-  barrier_expect(landed, kWideWeightSlot + kWideScaleSlot);
-  copy_box(ring.weights + slot * kWideWeightSlot, p.weights + of.part, box * 128, of.at * kTileRows, landed);
-  copy_box(ring.scales + slot * kWideScaleSlot, p.scales + of.part, box * 16, of.at * kTileRows, landed);
-}
+// One thread that asks for a ring's boxes, one after the other. Its slot steps: a division would take instructions from the warps that multiply beside it.
+struct WideAsker {
+  WideRing ring;
+  int slot = 0;
+  uint32_t parity = 1;  // of a phase before the first, which has ended: the places are free
+
+  __device__ __forceinline__ explicit WideAsker(const WideRing& of) : ring(of) {}
+  // Box `box` of a tile.
+  __device__ __forceinline__ void ask(const WideBoxParams& p, int tile, int box) {
+    const Sixteen of = sixteen_of_box(p, tile, 0);
+    const uint32_t landed = ring.landed + slot * 8;
+    barrier_wait(ring.freed + slot * 8, parity);
+    barrier_expect(landed, kWideWeightSlot + kWideScaleSlot);
+    copy_box_once(ring.weights + slot * kWideWeightSlot, p.weights + of.part, box * 128, of.at * kTileRows, landed);
+    copy_box_once(ring.scales + slot * kWideScaleSlot, p.scales + of.part, box * 16, of.at * kTileRows, landed);
+    if (++slot == ring.depth) slot = 0, parity ^= 1;
+  }
+};
 
 // The same value in a register that is kept: the machine code would find a shared address again, in five instructions, wherever it is used.
 __device__ __forceinline__ uint32_t kept(uint32_t v) { return __shfl_sync(kAll, v, 0); }
+
+// What is needed behind a wait is found before it: the machine code would leave it until then.
+__device__ __forceinline__ void found_here(uint32_t& v) { asm volatile("" : "+r"(v)); }
+template <typename T>
+__device__ __forceinline__ void found_here(T*& at) {
+  asm volatile("" : "+l"(at));
+}
 
 // A warp's place in its warpgroup's ring, and what a lane has of one unit there. What it keeps of the ring is found once, in place of for each unit.
 struct WideReader {
@@ -200,25 +224,27 @@ struct WideReader {
 };
 
 // What has been added so far is added before what follows, as far as the compiler orders it.
-__device__ __forceinline__ void hold_here(float (&v)[32]) {
+template <int SUMS>
+__device__ __forceinline__ void hold_here(float (&v)[SUMS]) {
 #pragma unroll
-  for (int e = 0; e < 32; e += 8)
+  for (int e = 0; e < SUMS; e += 8)
     asm volatile("" : "+f"(v[e]), "+f"(v[e + 1]), "+f"(v[e + 2]), "+f"(v[e + 3]), "+f"(v[e + 4]), "+f"(v[e + 5]), "+f"(v[e + 6]), "+f"(v[e + 7]));
 }
 
 // A segment of a tile, `steps` units from unit `unit` on, whose activations' descriptor is b and `upper`; await(step): those of a unit are in order.
 // meanwhile(part): of four, what is to be done beside the first unit's products; the segment's sums take the place of what `whole` held only behind that.
-template <typename Await, typename Meanwhile>
-__device__ __forceinline__ void multiply_segment(float (&whole)[32], WideReader& from, uint32_t b, uint32_t upper, int unit, int steps, const Await& await,
+template <int SUMS, typename Await, typename Meanwhile>
+__device__ __forceinline__ void multiply_segment(float (&whole)[SUMS], WideReader& from, uint32_t b, uint32_t upper, int unit, int steps, const Await& await,
                                                  const Meanwhile& meanwhile) {
-  float acc[32];
+  constexpr int COLUMNS = 2 * SUMS;
+  float acc[SUMS];
 #pragma unroll
-  for (int e = 0; e < 32; ++e) acc[e] = 0.f;
+  for (int e = 0; e < SUMS; ++e) acc[e] = 0.f;
   if (steps == 0) {
 #pragma unroll
     for (int part = 0; part < 4; ++part) meanwhile(part);
 #pragma unroll
-    for (int e = 0; e < 32; ++e) whole[e] = 0.f;
+    for (int e = 0; e < SUMS; ++e) whole[e] = 0.f;
     return;
   }
   int half = unit % 2;  // of the box, that is read
@@ -226,10 +252,10 @@ __device__ __forceinline__ void multiply_segment(float (&whole)[32], WideReader&
   from.await_box();
   from.read_words();
   await(0);
-  float sum[2][32];
+  float sum[2][SUMS];
   uint32_t a[2][8];
 #pragma unroll 1
-  for (int step = 0; step < steps; b += kChunkBytes >> 4) {
+  for (int step = 0; step < steps; b += kOrderedChunk<COLUMNS> >> 4) {
     from.read_scales();
     quarter_fragments(a[0], a[0] + 4, from.words[0], from.words[1]);
     start_boxed(sum[0], a[0], b, upper);
@@ -239,12 +265,12 @@ __device__ __forceinline__ void multiply_segment(float (&whole)[32], WideReader&
     wgmma_wait<1>(sum[0], a[0]);
     add_scaled(acc, sum[0], from.scale.x, from.below.x, false);
     quarter_fragments(a[0], a[0] + 4, from.words[4], from.words[5]);
-    start_boxed(sum[0], a[0], b + (kBoxBytes >> 4), upper);
+    start_boxed(sum[0], a[0], b + (kOrderedBox<COLUMNS> >> 4), upper);
     if (step == 0) meanwhile(2), meanwhile(3);
     wgmma_wait<1>(sum[1], a[1]);
     add_scaled(acc, sum[1], from.scale.x, from.below.x, true);
     quarter_fragments(a[1], a[1] + 4, from.words[6], from.words[7]);
-    start_boxed(sum[1], a[1], b + ((kBoxBytes + kHalfBytes) >> 4), upper);
+    start_boxed(sum[1], a[1], b + ((kOrderedBox<COLUMNS> + kHalfBytes) >> 4), upper);
     ++step;
     const bool more = step < steps, leaves = half != 0 || !more;
     if (half != 0 || more) from.turn();
@@ -263,7 +289,7 @@ __device__ __forceinline__ void multiply_segment(float (&whole)[32], WideReader&
     add_scaled(acc, sum[1], from.scale.y, from.below.y, true);
   }
 #pragma unroll
-  for (int e = 0; e < 32; ++e) whole[e] = __fmul_rn(acc[e], 4.f);
+  for (int e = 0; e < SUMS; ++e) whole[e] = __fmul_rn(acc[e], 4.f);
 }
 
 #endif

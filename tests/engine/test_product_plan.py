@@ -84,7 +84,7 @@ def test_a_cluster_has_all_of_short_rows_in_int4() -> None:
 
 def test_long_rows_in_int4_come_in_boxes() -> None:
     """Where scales are whole sixteen bytes and shared memory holds a segment of activations and two rings of boxes."""
-    for k, depth in ((2304, 6), (7168, 6), (8192, 5)):
+    for k, depth in ((2304, 4), (7168, 4), (8192, 4)):
         words = plan("whole", k, 64).split()
         assert words[0] == "boxes"
         longest = -(-(k // 128) // 8) * 128
