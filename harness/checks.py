@@ -96,7 +96,7 @@ def _rounds(found: Findings, golden: Golden, request: DecodeRequest, drafter: st
 def _other_trees(found: Findings, session: Session, golden: Golden, drafter: str, seed: int, *, ranked: bool) -> None:
     """DDTree sampled, and trees of every width; what a failed cell's taps say."""
     found.checks += _sampling(session, golden, drafter, seed)
-    found.checks.append(check_widths(session, golden, seed, ranked=ranked))
+    check_widths(found.checks, session, golden, seed, ranked=ranked)
     if not golden.rounding and not all(check.ok for check in found.checks):
         taps(found, session, golden)
 

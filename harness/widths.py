@@ -112,12 +112,12 @@ def draw(golden: Golden, seed: int, *, ranked: bool = False) -> tuple[list[Prefi
     return paths, trees
 
 
-def check_widths(session: Session, golden: Golden, seed: int, *, ranked: bool) -> Check:
-    """One check over all widths; the value counts wrong rows."""
+def check_widths(checks: list[Check], session: Session, golden: Golden, seed: int, *, ranked: bool) -> None:
+    """Add one check over all widths, whose value counts wrong rows. If there are some when time runs out, too."""
     paths, trees = draw(golden, seed, ranked=ranked)
     context, root = trees[0].context, trees[0].tokens[0]
     known = _step_along(session, context, root, paths)
-    wrong, detail, compared = 0, "", 0
+    wrong, detail, compared, ended = 0, "", 0, False
 
     def compare(got: F32, path: Prefix, what: str) -> None:
         nonlocal wrong, detail
@@ -125,23 +125,28 @@ def check_widths(session: Session, golden: Golden, seed: int, *, ranked: bool) -
         wrong += not check.ok
         detail = detail or check.detail
 
-    session.reset()
-    session.prefill(context)
-    for tree in trees:
-        width = len(tree.tokens)
-        logits = session.verify(tree.tokens, tree.parents)
-        compared += width
-        if not bits("widths", logits, np.stack([known[path] for path in tree.paths])).ok:  # all at once, then each
-            for row, path in enumerate(tree.paths):
-                compare(logits[row], path, f"width {width}, row {row}, path {list(path)}")
-        if tree.commit >= 0:
-            session.commit(ancestors(tree.parents, tree.commit))
-            compared += 1
-            what = f"step after commit of row {tree.commit} at width {width}"
-            compare(session.step(tree.child[-1]), tree.child, what)
-            session.reset()
-            session.prefill(context)
-    return exactly("widths", wrong, Verdict.FAIL_BITWISE, f"{wrong} of {compared} rows are not AR's; {detail}")
+    try:
+        session.reset()
+        session.prefill(context)
+        for tree in trees:
+            width = len(tree.tokens)
+            logits = session.verify(tree.tokens, tree.parents)
+            compared += width
+            if not bits("widths", logits, np.stack([known[path] for path in tree.paths])).ok:  # at once, then each
+                for row, path in enumerate(tree.paths):
+                    compare(logits[row], path, f"width {width}, row {row}, path {list(path)}")
+            if tree.commit >= 0:
+                session.commit(ancestors(tree.parents, tree.commit))
+                compared += 1
+                what = f"step after commit of row {tree.commit} at width {width}"
+                compare(session.step(tree.child[-1]), tree.child, what)
+                session.reset()
+                session.prefill(context)
+        ended = True
+    finally:
+        if ended or wrong:
+            said = f"{wrong} of {compared} rows are not AR's; {detail}"
+            checks.append(exactly("widths", wrong, Verdict.FAIL_BITWISE, said))
 
 
 def ancestors(parents: Sequence[int], row: int) -> list[int]:

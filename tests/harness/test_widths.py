@@ -18,6 +18,7 @@ import pytest
 
 from harness.cells import Check, Verdict
 from harness.golden import Golden
+from harness.limit import CellTimeout
 from harness.protocol import F32, Session
 from harness.widths import Tree, ancestors, check_widths, draw, rows_of
 
@@ -79,7 +80,10 @@ class Hashed:
 
 
 def checked(session: Hashed, given: Golden, seed: int = 1, *, ranked: bool = False) -> Check:
-    return check_widths(cast(Session, session), given, seed, ranked=ranked)
+    checks: list[Check] = []
+    check_widths(checks, cast(Session, session), given, seed, ranked=ranked)
+    (check,) = checks
+    return check
 
 
 def all_trees(given: Golden, seeds: range = range(20), *, ranked: bool = False) -> list[Tree]:
@@ -104,6 +108,20 @@ def test_which_widths_are_tried(given: Golden, ranked: bool, widths: list[int]) 
     check = checked(session, given, ranked=ranked)
     assert (check.ok, check.name, check.verdict) == (True, "widths", Verdict.FAIL_BITWISE)
     assert session.widths == widths
+
+
+@pytest.mark.parametrize("wrong", [True, False])
+def test_rows_that_were_wrong_before_time_ran_out_are_told(wrong: bool) -> None:
+    def change(logits: F32, width: int) -> None:
+        logits[0, 0] += wrong and width == 3
+        if width == 5:
+            raise CellTimeout
+
+    checks: list[Check] = []
+    with pytest.raises(CellTimeout):
+        check_widths(checks, cast(Session, Hashed(change)), golden(), 1, ranked=False)
+    assert [check.value for check in checks] == [1] * wrong
+    assert all(check.detail.startswith("1 of 10 rows are not AR's; width 3, row 0, ") for check in checks)
 
 
 def test_a_session_has_room_for_every_tree() -> None:
