@@ -357,6 +357,7 @@ def test_a_cache_is_read_in_one_turn(device: str, tiny: Path) -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+@pytest.mark.skipif(os.environ.get("KDTREE_SANITIZE") == "thread", reason="ThreadSanitizer follows no fork")
 def test_a_forked_process_may_go_on_with_the_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
     """With threads of its own, as those of the parent are not there; and it may close them."""
     monkeypatch.setenv("KDTREE_THREADS", "2")
