@@ -125,6 +125,84 @@ def test_every_round_has_to_show_what_was_drafted(golden: Golden, right: Decoded
         assert (check.name, check.verdict) == ("draft.shape", Verdict.FAIL_SHAPE)
 
 
+def held(golden: Golden, decoded: Decoded) -> Findings:
+    found = Findings()
+    against_golden(found, golden, decoded)
+    return found
+
+
+def test_a_token_more_or_less_is_a_wrong_token(golden: Golden, right: Decoded) -> None:
+    assert right.logits is not None
+    assert failed(held(golden, right)) == []
+    longer = replace(right, tokens=(*right.tokens, 5), logits=np.concatenate([right.logits, right.logits[-1:]]))
+    shorter = replace(right, tokens=right.tokens[:-1], logits=right.logits[:-1])
+    for decoded in (longer, shorter):
+        (check,) = failed(held(golden, decoded))
+        assert (check.name, check.verdict, check.value) == ("tokens", Verdict.FAIL_TOKENS, 1)
+    other = replace(right, tokens=(*right.tokens[:2], right.tokens[2] + 1, *right.tokens[3:]))
+    (check,) = failed(held(golden, other))
+    assert (check.name, check.value) == ("tokens", len(right.tokens) - 2)
+
+
+def test_one_token_over_and_over_is_said(golden: Golden, right: Decoded) -> None:
+    again = replace(right, tokens=right.tokens[:1] * len(right.tokens))
+    assert [check.name for check in failed(held(golden, again))] == ["degenerate", "tokens"]
+    assert right.logits is not None
+    once = replace(right, tokens=right.tokens[:1], logits=right.logits[:2])
+    assert [check.name for check in failed(held(golden, once))] == ["tokens"]
+
+
+def test_the_first_wrong_logit_is_the_divergence_and_errors_are_by_step(golden: Golden, right: Decoded) -> None:
+    assert right.logits is not None
+    assert held(golden, right).divergence is None
+    bound, logits = golden.tolerance("logits"), right.logits.copy()
+    logits[2, 7] += 9 * bound
+    found = held(golden, replace(right, logits=logits))
+    assert {check.verdict for check in failed(found)} == {Verdict.FAIL_LOGITS}
+    assert found.divergence is not None
+    assert (found.divergence.tap, tuple(found.divergence.index)) == ("logits", (2, 7))
+    assert found.divergence.detail.startswith("step 2: ")
+    assert [round(error / bound) for error in found.step_errors] == [0, 0, 9, *[0] * (len(logits) - 3)]
+
+
+class Ended(Golden):
+    """Whose last token is the end token."""
+
+    def field(self, name: str) -> int:
+        return self.tokens[-1] if name == "eos_id" else super().field(name)
+
+
+@pytest.mark.parametrize(("kind", "stops"), [(Golden, "limit"), (Ended, "eos")])
+def test_how_a_decode_ends(golden: Golden, right: Decoded, kind: type[Golden], stops: str) -> None:
+    judge = kind(golden.file, golden.precision, golden.meta)
+    for said in ("limit", "eos"):
+        names = [check.name for check in failed(held(judge, replace(right, stopped=said)))]
+        assert names == ([] if said == stops else ["stopped"])
+
+
+def test_the_first_unlike_round_is_told(right: Decoded) -> None:
+    want = right.rounds
+
+    def changed(round: Round, row: int, tokens: int, parent: int) -> Round:
+        edited, parents = list(round.tokens), list(round.parents)
+        edited[row] += tokens
+        parents[1] += parent
+        return Round(tuple(edited), tuple(parents), round.accepted)
+
+    first, second = changed(want[1], 2, 1, 7), changed(want[2], 1, 1, 0)
+    found = Findings()
+    rounds(found, want, replace(right, rounds=(want[0], first, second, *want[3:])))
+    (check,) = failed(found)
+    assert (check.name, check.verdict) == ("tree", Verdict.FAIL_TREE)
+    assert check.detail.startswith(f"round 1, row 1: got token {want[1].tokens[1]} under row 7, golden token ")
+    assert found.bad_round is not None
+    assert found.bad_round.round == 1
+    cut = Round(want[1].tokens[:1], want[1].parents[:1], want[1].accepted)
+    found = Findings()
+    rounds(found, want, replace(right, rounds=(want[0], cut, *want[2:])))
+    assert failed(found)[0].detail.startswith("round 1, row 1: got no such row (1 rows), golden token ")
+
+
 class Same(Golden):
     """A bundle whose INT4 golden is its FP32 one, but for what is within the tolerance."""
 
