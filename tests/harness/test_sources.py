@@ -46,6 +46,12 @@ def test_a_tree_that_a_larger_repository_holds_is_of_its_commit(outer: Path) -> 
     assert describe(tree).commit == git(outer, "rev-parse", "HEAD").strip()
 
 
+def test_a_repository_without_a_commit_is_of_none(tmp_path: Path) -> None:
+    git(tmp_path, "init", "-q")
+    (tmp_path / "file").write_text("x")
+    assert (describe(tmp_path).commit, describe(tmp_path).dirty) == ("", ())
+
+
 def test_a_hook_s_variables_name_no_other_repository(outer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A gate that a hook calls, and these tests, mean the folder they name."""
     commit = git(outer, "rev-parse", "HEAD").strip()
