@@ -82,7 +82,7 @@ def measure(bench: Bench, case: Case, limits: Ceilings, present: Sequence[Peer],
     of_peers: dict[str, list[float]] = {}
     errors: dict[str, str] = {}
     for turn in range(turns):
-        if turn > 0 and served and bench.device == "cpu":
+        if served and bench.device == "cpu":
             time.sleep(SETTLE)
         own.append(bench.timed(made.calls, seconds / turns))
         for name, twin in bare.items():
