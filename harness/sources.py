@@ -1,8 +1,9 @@
 """Which sources a run judged: the commit, what differs from it, and hashes that need no git.
 
 The hashes cover paths and contents, sorted by path, so equal trees have equal hashes on every machine. A tree that was
-copied without its ``.git`` carries ``.kdtree-source.json`` (``{"commit": ..., "dirty": [...]}``) in its place.
-``python -m harness.sources`` prints that file's content.
+copied without its ``.git`` carries ``.kdtree-source.json`` (``{"commit": ..., "dirty": [...]}``) in its place. With the
+tree's hashes beside them, as ``python -m harness.sources`` prints it, it is also believed where a ``.git`` came along
+that may be of another commit: as long as the hashes are those of the files.
 """
 
 from __future__ import annotations
@@ -71,11 +72,21 @@ def _git(root: Path, *arguments: str) -> str | None:
     return done.stdout.decode("utf-8", "backslashreplace") if done.returncode == 0 else None
 
 
+def _hashes(root: Path) -> dict[str, str]:
+    lock = root / "refs" / "bundles.lock"
+    return {
+        "engine": tree_hash(root, "csrc", "engine"),
+        "lock": hashlib.sha256(lock.read_bytes()).hexdigest() if lock.is_file() else "",
+        "harness": tree_hash(root, "harness", "refs", "tests"),
+    }
+
+
 def _revision(root: Path) -> tuple[str, tuple[str, ...]]:
     carried = root / SOURCE_FILE
-    if not (root / ".git").exists() and carried.is_file():
+    if carried.is_file():
         content = json.loads(carried.read_text("utf-8"))
-        return str(content["commit"]), tuple(str(path) for path in content["dirty"])
+        if not (root / ".git").exists() or content.get("hashes") == _hashes(root):
+            return str(content["commit"]), tuple(str(path) for path in content["dirty"])
     if not (root / ".git").exists() and _git(root, "ls-files", "--error-unmatch", ".") is None:
         return "", ()  # a repository around this tree may know nothing of it
     commit = _git(root, "rev-parse", "HEAD")
@@ -88,16 +99,10 @@ def _revision(root: Path) -> tuple[str, tuple[str, ...]]:
 def describe(root: Path = ROOT) -> Sources:
     """The sources as they stand on disk."""
     commit, dirty = _revision(root)
-    lock = root / "refs" / "bundles.lock"
-    return Sources(
-        commit=commit,
-        dirty=dirty,
-        engine=tree_hash(root, "csrc", "engine"),
-        lock=hashlib.sha256(lock.read_bytes()).hexdigest() if lock.is_file() else "",
-        harness=tree_hash(root, "harness", "refs", "tests"),
-    )
+    return Sources(commit=commit, dirty=dirty, **_hashes(root))
 
 
 if __name__ == "__main__":
     known = describe()
-    print(json.dumps({"commit": known.commit, "dirty": [path for path in known.dirty if path != SOURCE_FILE]}))
+    others = [path for path in known.dirty if path != SOURCE_FILE]
+    print(json.dumps({"commit": known.commit, "dirty": others, "hashes": _hashes(ROOT)}))

@@ -111,3 +111,18 @@ def test_no_two_files_of_tests_have_one_name() -> None:
     """Whoever asks pytest for the folders of both gets an error for the second."""
     names = [file.name for file in (ROOT / "tests").rglob("test_*.py")]
     assert [name for name in set(names) if names.count(name) > 1] == []
+
+
+def test_a_carried_file_is_believed_beside_git_while_its_hashes_hold(outer: Path) -> None:
+    """A tree that travels may arrive in a repository that is still at an older commit."""
+    (outer / "csrc").mkdir()
+    (outer / "csrc" / "a.h").write_text("1")
+    known = describe(outer)
+    hashes = {"engine": known.engine, "lock": known.lock, "harness": known.harness}
+    (outer / SOURCE_FILE).write_text(json.dumps({"commit": "c0ffee", "dirty": ["b"], "hashes": hashes}))
+    assert (describe(outer).commit, describe(outer).dirty) == ("c0ffee", ("b",))
+    (outer / "csrc" / "a.h").write_text("2")
+    assert describe(outer).commit == known.commit
+    (outer / "csrc" / "a.h").write_text("1")
+    (outer / SOURCE_FILE).write_text(json.dumps({"commit": "c0ffee", "dirty": ["b"]}))
+    assert describe(outer).commit == known.commit
