@@ -59,7 +59,7 @@ TABLES = (
             ("the same without a shared expert", ROUTED_BLOCK, FLOOR),
             ("bf16 K7168 N4096", "k26-linear-bf16-k7168-n4096-m*", FLOOR),
             ("bf16 K2048 N7168", "k26-linear-bf16-k2048-n7168-m*", FLOOR),
-            ("a step of K2.6's sizes, one dense and three MoE layers", "step-int4-bf16-*-k26-m*", FLOOR),
+            ("a step: one dense, three MoE layers", "step-int4-bf16-*-k26-m*", FLOOR),
         ),
     ),
     Table(
