@@ -148,24 +148,24 @@ def stages(device: str, gpus: int = 1) -> dict[str, Stage]:
     faults = ("mutants", "--device", "cuda", "--workers", "14")
     faults_record = SCRATCH / "mutants-cuda.json"
     return {
-        "build": Stage(_harness("build", "--device", "cuda"), 48, share=0.5, prepares=True),
-        "build-cpu": Stage(_harness("build", "--device", "cpu"), 15, share=0.25, prepares=True),
-        "bundles": Stage(_harness("bundles"), 15, share=0.25, prepares=True),
+        "build": Stage(_harness("build", "--device", "cuda"), 45, share=0.5, prepares=True),
+        "build-cpu": Stage(_harness("build", "--device", "cpu"), 20, share=0.25, prepares=True),
+        "bundles": Stage(_harness("bundles"), 25, share=0.25, prepares=True),
         "faults-build": Stage(
             _harness(*faults, "--build-only", "--resume", "--out", str(faults_record)),
             260, needs=("build",), beside=True, prepares=True,
         ),
         "peers-build": Stage(
             _harness("bench", "ops", "--device", "cuda", *jit, "--seconds", "0.001"),
-            60, needs=("build",), beside=True, prepares=True, module="humming",
+            95, needs=("build",), beside=True, prepares=True, module="humming",
         ),
         "scale-bundles": Stage(_harness("bundles", *SCALE), 300, beside=True, prepares=True),
-        "tests": _pytest("tests", 70, *OPERATIONS, *workers, needs=BUILT),
-        "engine": _pytest("engine", 40, "tests/engine", *workers, "-k", "cuda", needs=BUILT),
-        "matrix": _cells(f"cuda-{device}-ledger.json", device, 50, "-n", "6", needs=BUILT),
-        "step": _pytest("step", 25, K26_STEP, "-n", "0", needs=BUILT),
+        "tests": _pytest("tests", 95, *OPERATIONS, *workers, needs=BUILT),
+        "engine": _pytest("engine", 30, "tests/engine", *workers, "-k", "cuda", needs=BUILT),
+        "matrix": _cells(f"cuda-{device}-ledger.json", device, 55, "-n", "6", needs=BUILT),
+        "step": _pytest("step", 20, K26_STEP, "-n", "0", needs=BUILT),
         "bench": _writes(
-            "bench-cuda.json", "bench", 120, *_harness("bench", "ops", "step", "--device", "cuda", "--k26", "384"),
+            "bench-cuda.json", "bench", 145, *_harness("bench", "ops", "step", "--device", "cuda", "--k26", "384"),
             *documented, "--scratch", str(SCRATCH), needs=BUILT, after=("peers-build",), quiet=True, listed=True,
         ),
         "share": _writes(

@@ -20,7 +20,7 @@ COMMITTED: dict[str, tuple[str, dict[str, Any]]] = {
     "faults": ("mutants-cuda.json", {"named": None}),
     "broken": ("broken-h200.json", {"breaks": 17, "not built": 0}),
     "pairs": ("pairs-h200.json", {"shapes": 21, "pairs": 21000, "rows": 662781, "differing_rows": 0, "unfit": 0}),
-    "bench": ("bench-cuda.json", {"cases": 69, "steps": 2, "absent peers": [], "not measured": {}}),
+    "bench": ("bench-cuda.json", {"cases": 77, "steps": 7, "absent peers": [], "not measured": {}}),
     "counters": ("counters-h200.json", {}),
     "latency": ("cuda-h200-latency.json", {"decodes": 8}),
     "acceptance": ("text-acceptance.json", {"lines": 16, "as AR": 16}),
