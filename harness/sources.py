@@ -81,11 +81,11 @@ def _hashes(root: Path) -> dict[str, str]:
     }
 
 
-def _revision(root: Path) -> tuple[str, tuple[str, ...]]:
+def _revision(root: Path, hashes: dict[str, str]) -> tuple[str, tuple[str, ...]]:
     carried = root / SOURCE_FILE
     if carried.is_file():
         content = json.loads(carried.read_text("utf-8"))
-        if not (root / ".git").exists() or content.get("hashes") == _hashes(root):
+        if not (root / ".git").exists() or content.get("hashes") == hashes:
             return str(content["commit"]), tuple(str(path) for path in content["dirty"])
     if not (root / ".git").exists() and _git(root, "ls-files", "--error-unmatch", ".") is None:
         return "", ()  # a repository around this tree may know nothing of it
@@ -98,11 +98,13 @@ def _revision(root: Path) -> tuple[str, tuple[str, ...]]:
 
 def describe(root: Path = ROOT) -> Sources:
     """The sources as they stand on disk."""
-    commit, dirty = _revision(root)
-    return Sources(commit=commit, dirty=dirty, **_hashes(root))
+    hashes = _hashes(root)
+    commit, dirty = _revision(root, hashes)
+    return Sources(commit=commit, dirty=dirty, **hashes)
 
 
 if __name__ == "__main__":
     known = describe()
     others = [path for path in known.dirty if path != SOURCE_FILE]
-    print(json.dumps({"commit": known.commit, "dirty": others, "hashes": _hashes(ROOT)}))
+    hashes = {"engine": known.engine, "lock": known.lock, "harness": known.harness}
+    print(json.dumps({"commit": known.commit, "dirty": others, "hashes": hashes}))
