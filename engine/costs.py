@@ -66,8 +66,8 @@ def measure(session: Session, request: DecodeRequest, budget: int) -> StepCosts:
             costs[width - 1] = 1.0
             asked = replace(request, max_tokens=TOKENS, budget=budget, costs=costs, temperature=0.0, record=True)
             done = session.decode(asked)
-            times = done.round_seconds or (done.decode_seconds / max(done.forwards, 1),) * done.forwards
-            full = [seconds for seconds, r in zip(times, done.rounds, strict=True) if len(r.tokens) == width]
+            timed = zip(done.round_seconds, done.rounds, strict=True)
+            full = [seconds for seconds, r in timed if len(r.tokens) == width]
             if run and full:  # a tree cannot always be as large, at the end of a text for one
                 best[width] = min(best.get(width, full[0]), *full)
     widths = [width for width in widths if width in best]
@@ -105,7 +105,7 @@ def auto(session: Session, request: DecodeRequest, identity: Mapping[str, str], 
         "drafter": type(request.draft).__name__,
         "block": str(request.block_size),
     }
-    context = 1 << max(len(request.prompt) + request.max_tokens - 1, 0).bit_length()  # attention's share grows with it
+    context = 1 << (len(request.prompt) + request.max_tokens - 1).bit_length()  # attention's share grows with it
     found = kept({**asked, "context": str(context)}, lambda: measure(session, request, limit))
     return replace(request, budget=limit, costs=found.by_nodes(limit))
 
