@@ -56,7 +56,7 @@ def operations(
     want = expected(golden, tokens, taps)
     worst: dict[str, Check] = {}
     first: Divergence | None = None
-    for tap in order(golden, operations=True):
+    for tap in order(golden):
         if tap not in want:
             continue
         kind = tap.split(".", 2)[2] if tap.startswith("layers.") else tap

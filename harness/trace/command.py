@@ -49,11 +49,11 @@ def prefill(session: Session, golden: Golden, against: Expected | None = None) -
     tokens = (*golden.prompt, *golden.tokens)
     taps = session.taps(tokens, operations=True)
     if against is not None:
-        return trace_taps.first(golden, taps, against, operations=True)
+        return trace_taps.first(golden, taps, against)
     if golden.rounding:  # numbers wander from engine to engine; an operation does not, given its own inputs
         return operations(golden, tokens, taps)[1]
     bound = golden.tolerance("logits")
-    beyond = trace_taps.first(golden, taps, trace_taps.stored(golden), operations=True)
+    beyond = trace_taps.first(golden, taps, trace_taps.stored(golden))
     if beyond is None and "logits" in taps:
         rows = taps["logits"][len(golden.prompt) - 1 :]
         beyond = trace_taps.differ(golden, "logits", rows, golden.logits, bound, "by step")
@@ -62,7 +62,7 @@ def prefill(session: Session, golden: Golden, against: Expected | None = None) -
         rows = session.prefill(tokens)[len(golden.prompt) - 1 :]
         what = "prefill, whose taps agree, by step"
         return trace_taps.differ(golden, "logits", rows, golden.logits, bound, what)
-    return trace_taps.first(golden, taps, trace_taps.reference(golden, tokens), operations=True) or beyond
+    return trace_taps.first(golden, taps, trace_taps.reference(golden, tokens)) or beyond
 
 
 def stages(

@@ -69,7 +69,7 @@ def cached(session: Session, golden: Golden) -> Rows:
 
 def unlike(golden: Golden, got: Mapping[str, Array], want: Mapping[str, Array], told: str) -> Divergence | None:
     """The first tap that both sides have and whose bits differ."""
-    for tap in order(golden, operations=True):
+    for tap in order(golden):
         if tap in got and tap in want:
             found = differ(golden, tap, got[tap], want[tap], 0.0, told, chosen(got, tap))
             if found is not None:
@@ -93,7 +93,7 @@ def stepping(session: Session, golden: Golden) -> Divergence | None:
         if position >= n:
             got = session.step(tokens[position]).copy()
         here = told.format(position - n + 1, position)
-        until = {tap: rows[: position + 1] for tap, rows in want.items() if tap != "logits"}
+        until = {tap: rows[: position + 1] for tap, rows in want.items()}
         found = unlike(golden, cached(session, golden), until, here)
         found = found or differ(golden, "logits", got[None], want["logits"][position][None], 0.0, here)
         if found is not None:
@@ -146,7 +146,7 @@ def _inside(
     if hasattr(session, "verify_taps"):
         return _tapped(session, golden, tree, way, path, told)
     session.commit(way)
-    until = {tap: rows[: len(path)] for tap, rows in want.items() if tap != "logits"}
+    until = {tap: rows[: len(path)] for tap, rows in want.items()}
     return unlike(golden, cached(session, golden), until, f"{told}; its cache rows after a commit")
 
 
@@ -166,7 +166,7 @@ def trees(session: Session, golden: Golden, drafter: str) -> Divergence | None:
             session.verify(round.tokens, round.parents)
             session.commit(round.accepted)
             context = (*context, *(round.tokens[row] for row in round.accepted))
-            want = {tap: rows[: len(context)] for tap, rows in straight.rows(context).items() if tap != "logits"}
+            want = {tap: rows[: len(context)] for tap, rows in straight.rows(context).items()}
             told = f"commit of rows {list(round.accepted)}, round {number}, whose verify agrees"
             found = unlike(golden, cached(session, golden), want, told)
         if found is not None:

@@ -148,7 +148,7 @@ def test_bounds_leave_float32_alone(path: Path, golden: Golden, summation: str) 
     tokens = (*golden.prompt, *golden.tokens)
     rows = Model.open(path, "int4", np.float32, summation=summation).taps(tokens, operations=True)
     assert {tap.split(".", 2)[-1] for tap in rows} >= set(OPERATION_TAPS)
-    assert trace_taps.first(golden, rows, trace_taps.reference(golden, tokens), operations=True) is None
+    assert trace_taps.first(golden, rows, trace_taps.reference(golden, tokens)) is None
 
 
 def test_operation_row_and_head_are_named(path: Path, golden: Golden) -> None:
@@ -164,13 +164,14 @@ def test_the_earliest_of_several_is_named(path: Path, golden: Golden) -> None:
     assert found(path, golden, TwoLayers).tap == "layers.0.mlp.act"
 
 
-def test_a_step_that_parts_from_the_prefill(path: Path, golden: Golden) -> None:
-    d = found(path, golden, LateStep)
+@pytest.mark.parametrize("kind", [ReferenceSession, TappedSession])
+def test_a_step_that_parts_from_the_prefill(path: Path, golden: Golden, kind: type[ReferenceSession]) -> None:
+    d = found(path, golden, LateStep, kind=kind)
     step = 9 - len(golden.prompt) + 1
     assert d.detail.startswith(f"step {step} (position 9), against one prefill of the same tokens, which agrees: ")
-    assert d.tap == "layers.1.mla.latent"  # the first cache row behind layer 0's attention
-    assert d.index[0] == 9
-    assert d.allowed == 0
+    # without taps the first cache row behind layer 0's attention
+    tap, row = ("layers.0.mla.o_lat", 0) if kind is TappedSession else ("layers.1.mla.latent", 9)
+    assert (d.tap, d.index[0], d.allowed) == (tap, row, 0)
 
 
 @pytest.mark.parametrize("kind", [ReferenceSession, TappedSession])
@@ -222,9 +223,7 @@ def test_a_value_of_an_expert_names_it(golden: Golden) -> None:
     got[1, -1] = 1.0
     ids = np.arange(2 * k, dtype=np.float32).reshape(2, k)[:, ::-1]
     tap = "layers.1.moe.act"
-    d = trace_taps.first(
-        golden, {tap: got, "layers.1.moe.ids": ids}, trace_taps.Expected("", {tap: want}, {tap: 0.0}), operations=True
-    )
+    d = trace_taps.first(golden, {tap: got, "layers.1.moe.ids": ids}, trace_taps.Expected("", {tap: want}, {tap: 0.0}))
     assert d is not None
     assert f"row 1, choice {k - 1} (expert {k}), element 7: got 1" in d.detail
 
