@@ -182,6 +182,9 @@ class HostRun:
         else:
             self.trouble = outcome.trouble or f"ended with status {outcome.status} and left no ledger"
             return
+        self.trouble = _contradiction(outcome, shard)
+        if self.trouble:
+            return
         self.trouble = _why_unusable(outcome, shard)
         done = [cell.id for cell in shard.cells if cell.verdict is not Verdict.NOT_RUN]
         if not self.trouble and not done:
@@ -199,6 +202,14 @@ class HostRun:
         return ledgers.complete(blank(self.order, unknown, folder.name, cells), ledgers.collect(folder))
 
 
+def _contradiction(outcome: Outcome, shard: Ledger) -> str:
+    """Why no cell of a batch is believed: that it passed is said by its status or by its ledger, and not by both."""
+    told = exit_status(shard)
+    if outcome.trouble or outcome.status == told or PASSED not in (outcome.status, told):
+        return ""
+    return f"status {outcome.status} came back with a ledger of status {told}"
+
+
 def _why_unusable(outcome: Outcome, shard: Ledger) -> str:
     """Why a batch's host should get no further one; empty if all is well."""
     if outcome.trouble:
@@ -207,8 +218,6 @@ def _why_unusable(outcome: Outcome, shard: Ledger) -> str:
         return "; ".join(shard.problems)
     if outcome.status not in (PASSED, FAILED, INCOMPLETE):
         return f"the matrix ended with status {outcome.status}"
-    if outcome.status == PASSED != exit_status(shard):
-        return f"status {outcome.status} came back with a ledger of status {exit_status(shard)}"
     return ""
 
 
