@@ -8,6 +8,7 @@ that may be of another commit: as long as the hashes are those of the files.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -82,9 +83,9 @@ def _hashes(root: Path) -> dict[str, str]:
 
 
 def _revision(root: Path, hashes: dict[str, str]) -> tuple[str, tuple[str, ...]]:
-    carried = root / SOURCE_FILE
-    if carried.is_file():
-        content = json.loads(carried.read_text("utf-8"))
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
+        # what is none of ours is as no file: a shell that is about to write it from here has made it empty first
+        content = json.loads((root / SOURCE_FILE).read_text("utf-8"))
         if not (root / ".git").exists() or content.get("hashes") == hashes:
             return str(content["commit"]), tuple(str(path) for path in content["dirty"])
     if not (root / ".git").exists() and _git(root, "ls-files", "--error-unmatch", ".") is None:

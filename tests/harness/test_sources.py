@@ -126,3 +126,17 @@ def test_a_carried_file_is_believed_beside_git_while_its_hashes_hold(outer: Path
     (outer / "csrc" / "a.h").write_text("1")
     (outer / SOURCE_FILE).write_text(json.dumps({"commit": "c0ffee", "dirty": ["b"]}))
     assert describe(outer).commit == known.commit
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "null", "[]", "{}", '{"commit": "c0ffee"}', '{"commit": "c0ffee", "dirty": 1}']
+)
+def test_a_carried_file_that_is_none_is_as_if_it_were_not_there(outer: Path, text: str) -> None:
+    """Empty it is while a shell lets ``python -m harness.sources`` write it."""
+    tree = outer / "elsewhere"
+    tree.mkdir()
+    known = describe(outer).commit
+    assert known
+    for folder, commit in ((outer, known), (tree, "")):
+        (folder / SOURCE_FILE).write_text(text)
+        assert describe(folder).commit == commit

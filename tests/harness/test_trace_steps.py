@@ -128,7 +128,7 @@ def test_a_later_round_whose_logits_or_commit_alone_are_off(rounding: bool) -> N
         rounds = golden((3, 7), (Round((3,), (-1,), (0,)), Round((7,), (-1,), (0,))), rounding=True)
 
     def trees(wrong: str) -> Divergence | None:
-        session = Adding(wrong, [decoded((3, 8, 4, 5, ODD), (TREE, SECOND))])
+        session = Adding(wrong, [decoded((3, 8, 4, 5, ODD), (TREE, SECOND))] if rounding else [])
         return steps.trees(session, rounds, "noisy")  # type: ignore[arg-type]
 
     assert trees("") is None
