@@ -12,13 +12,14 @@ import os
 import sys
 import textwrap
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
 from harness.cells import DEVICES, FAILED, INCOMPLETE, INFRASTRUCTURE, PASSED
 from harness.ending import as_by_ctrl_c
 from harness.files import said
+from harness.names import meant
 from harness.plain_json import PRINTED
 from harness.sources import ROOT
 
@@ -171,13 +172,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         description=f"commands:\n{listing}",
         epilog=EXIT_STATUSES,
     )
-    parser.add_argument("command", choices=list(commands), metavar="COMMAND", help="one of the commands above")
+    parser.add_argument("command", metavar="COMMAND", help="one of the commands above")
     if not arguments:
         parser.print_help(sys.stderr)
         return INFRASTRUCTURE
     try:
         with as_by_ctrl_c():
-            status = _run(commands, parser.parse_args(arguments[:1]).command, arguments[1:])
+            name = parser.parse_args(arguments[:1]).command
+            if name not in commands:
+                parser.error(_no_command(name, commands))
+            status = _run(commands, name, arguments[1:])
         sys.stdout.flush()
         return status
     except SystemExit as end:
@@ -203,6 +207,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _interrupted()
     except Exception as error:
         return _interrupted() if _began_as_interrupt(error) else _unforeseen(arguments[0])
+
+
+def _no_command(name: str, commands: Iterable[str]) -> str:
+    noxfile = ROOT / "noxfile.py"  # not in an installed package
+    if noxfile.is_file() and f"@nox.session\ndef {name}(" in noxfile.read_text("utf-8"):
+        return f"{name} is no command but a session: nox -s {name}"
+    return f"{name!r} is no command{meant(name, commands)}"
 
 
 def _interrupted() -> int:

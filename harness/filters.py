@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 
 from harness.matrix import MatrixError, Point
+from harness.names import meant
 
 _WORD = re.compile(r"\s*([()]|[^\s()]+)")
 
@@ -74,7 +75,10 @@ def select(points: Sequence[Point], expression: str, names: Sequence[str] = ()) 
     holds = matcher(expression)
     chosen = [point for point in points if holds([point.id, *names])]
     if not chosen:
-        raise MatrixError(
-            f"-k {expression!r} matches none of {len(points)} cells; `kdtree matrix --list` shows their ids"
-        )
+        raise MatrixError(f"-k {expression!r} matches none of {len(points)} cells{remedy(expression.strip(), points)}")
     return chosen
+
+
+def remedy(id: str, points: Sequence[Point]) -> str:
+    """The end of a message about a cell that is none: ids like it, or where all of them are."""
+    return meant(id, (point.id for point in points)) or "; `kdtree matrix --list` shows their ids"

@@ -13,7 +13,7 @@ from harness import host_memory
 from harness.cells import DEVICES
 from harness.engines import create, registered
 from harness.environment import survey
-from harness.filters import select
+from harness.filters import remedy, select
 from harness.gpu_share import SHARE, ranks_share
 from harness.matrix import MatrixError, Point, of_run
 from harness.progress import tell
@@ -93,7 +93,7 @@ def plan(
         if ids:
             unknown = sorted(set(ids) - {point.id for point in points})
             if unknown:
-                raise Infrastructure(f"{unknown[0]} is no cell of this run; `kdtree matrix --list` shows their ids")
+                raise Infrastructure(f"{unknown[0]} is no cell of this run{remedy(unknown[0], points)}")
             chosen = [point for point in points if point.id in ids]
         if expression:
             chosen = select(chosen, expression, names)

@@ -19,6 +19,7 @@ from harness.cells import DEVICES, FAILED, INFRASTRUCTURE, PASSED, Divergence
 from harness.cli import Parser
 from harness.describe import filled
 from harness.engines import create
+from harness.filters import remedy
 from harness.golden import Golden, GoldenError
 from harness.matrix import MatrixError, expected, parse, rankable
 from harness.prepare import Infrastructure, prepare
@@ -149,10 +150,10 @@ def main(argv: Sequence[str]) -> int:
 
     try:
         point = parse(options.cell)
-        if point not in expected(
-            [point.device], ranks=[point.ranks], ranked={point.ranks: rankable(point.ranks, scale=True)}, scale=True
-        ):
-            raise MatrixError(f"{point.id} is no cell of the matrix; `kdtree matrix --list` shows their ids")
+        ranked = {point.ranks: rankable(point.ranks, scale=True)}
+        known = expected(DEVICES, ranks=[point.ranks], ranked=ranked, scale=True)
+        if point not in known:
+            raise MatrixError(f"{point.id} is no cell of the matrix{remedy(point.id, known)}")
         path = prepare(options.engine, [point], say)[point.config]
         golden = Golden.open(path, point.precision)
         session = create(options.engine, point.device, point.ranks).load(

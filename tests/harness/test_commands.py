@@ -47,6 +47,26 @@ def test_a_command_whose_module_is_absent_is_not_offered(monkeypatch: pytest.Mon
     assert cli.main(["ghost"]) == 3
 
 
+@pytest.mark.parametrize(
+    ("arguments", "remedy"),
+    [
+        (["tset"], "'tset' is no command, did you mean test?"),
+        (["reports"], "did you mean report?"),
+        (["nvcc"], "nvcc is no command but a session: nox -s nvcc"),
+        (["xyz"], "'xyz' is no command\n"),
+        (["trace", "int4-ar-tiny2-cup"], "is no cell of the matrix, did you mean int4-ar-tiny2-cpu or "),
+        (["trace", "x-ar-y-z"], "is no cell of the matrix; `kdtree matrix --list` shows their ids"),
+        (["matrix", "-k", "fp32-ar-tinny-cpu"], "of 249 cells, did you mean fp32-ar-tiny-cpu or "),
+        (["matrix", "-k", "xyz"], "of 249 cells; `kdtree matrix --list` shows their ids"),
+    ],
+)
+def test_a_name_that_is_none_is_told_with_what_it_may_have_been_meant_for(
+    arguments: list[str], remedy: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(arguments) == 3
+    assert remedy in capsys.readouterr().err
+
+
 WRONG = [[], ["nothing"], ["demo", "--tokens", "0"], ["inspect"], ["test", "-k"]]
 WRONG += [["matrix", "--ranks", ranks] for ranks in ("0", "-2", "7919")] + [["mutants", "--fraction", "1/0"]]
 WRONG += [
