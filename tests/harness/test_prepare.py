@@ -9,6 +9,7 @@ from typing import Any, cast
 import pytest
 
 import harness.bundles
+import harness.run
 from harness import asked, host_memory, plugin, prepare
 from harness.asked import MATRIX
 from harness.cells import FAILED, INCOMPLETE, INFRASTRUCTURE, PASSED, Verdict
@@ -152,6 +153,13 @@ def test_what_a_run_needs_is_looked_for_in_order(monkeypatch: pytest.MonkeyPatch
     assert log == []
 
 
+@pytest.fixture
+def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the folders of planned runs appear; in the real checkout an empty one of each would stay."""
+    monkeypatch.setattr(harness.run, "ROOT", tmp_path)
+    return tmp_path
+
+
 def typed(*arguments: str, here: Path = ROOT, **options: Any) -> pytest.Config:
     given = {"engine": "csrc", "device": ["cpu"], "require_device": [], "ranks": [], "scale": False, "keyword": ""}
     given |= {"cell_timeout": None, "run_dir": None, "host_name": "box", "ignore": None, "pyargs": False, **options}
@@ -184,9 +192,10 @@ def test_which_cells_arguments_name(arguments: list[str], ignored: list[str] | N
     assert asked._chosen_ids(typed(*below, ignore=aside, here=ROOT / "docs")) == chosen
 
 
-def test_a_filter_that_chooses_other_tests_alone_leaves_the_matrix_out() -> None:
+def test_a_filter_that_chooses_other_tests_alone_leaves_the_matrix_out(checkout: Path) -> None:
     run = asked.run_of(typed("tests", keyword=ID))
     assert run is not None
+    assert run.run_dir.parent == checkout / "reports"
     assert (run.plan.expected, run.plan.filter) == ((ID,), ID)
     assert asked.run_of(typed("tests", keyword="test_of_another_kind")) is None
     assert asked.run_of(typed("tests/harness", keyword=ID)) is None
@@ -201,7 +210,7 @@ def test_a_filter_that_chooses_other_tests_alone_leaves_the_matrix_out() -> None
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, float("inf"), float("nan")])
-def test_a_cell_needs_a_time(seconds: float) -> None:
+def test_a_cell_needs_a_time(seconds: float, checkout: Path) -> None:
     with pytest.raises(Infrastructure, match="a cell needs a time above 0"):
         asked.run_of(typed("tests", cell_timeout=seconds))
     assert asked.run_of(typed("tests", cell_timeout=0.5)) is not None
