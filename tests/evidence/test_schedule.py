@@ -51,6 +51,8 @@ def test_what_waits_for_another_is_overtaken_and_what_waits_for_room_is_not() ->
 
 def test_shares_of_the_machine_add_up_to_one() -> None:
     done = {"build": PASSED}
+    room_for_one = waiting("tests", "right") | done | {"left": RUNNING}
+    assert decide(KNOWN, room_for_one, PLENTY).start == (), "not before the one that waits for more room"
     assert decide(KNOWN, waiting("left", "right") | done, PLENTY).start == ("left", "right")
     assert decide(KNOWN, waiting("right") | done | {"left": RUNNING}, PLENTY).start == ("right",)
     assert decide(KNOWN, waiting("right") | done | {"tests": RUNNING}, PLENTY).start == ()
@@ -83,6 +85,17 @@ def test_what_would_not_end_in_time_does_not_begin_nor_does_what_prepares_it() -
     every = decide(KNOWN, waiting(*KNOWN), 5)
     assert (every.start, every.dropped) == ((), dict.fromkeys(KNOWN, NO_TIME))
     assert decide(KNOWN, waiting("build"), 50).start == ("build",)  # asked for by itself
+
+
+def test_what_others_need_begins_in_its_own_time_unless_it_only_prepares_them() -> None:
+    for prepares in (False, True):
+        known = {"first": stage(10, prepares=prepares), "second": stage(91, needs=("first",))}
+        assert decide(known, waiting(*known), 101).start == ("first",)
+        found = decide(known, waiting(*known), 100)
+        dropped = dict.fromkeys(known if prepares else ("second",), NO_TIME)
+        assert (found.start, found.dropped) == (() if prepares else ("first",), {} if not prepares else dropped)
+    found = decide(KNOWN, {"build": PASSED, "slow-build": WAITING, "faults": "interrupted"}, PLENTY)
+    assert (found.start, found.dropped) == ((), {"slow-build": NO_TIME}), "nothing waits for it any more"
 
 
 def test_what_keeps_its_pieces_begins_in_a_third_of_its_time() -> None:
