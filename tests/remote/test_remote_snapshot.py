@@ -119,6 +119,8 @@ def test_a_tree_carries_what_stands_in_for_git(repo: Path) -> None:
     assert "a.txt" in found["dirty"]
     git(repo, "rm", "-q", "--cached", "a.txt")
     assert b"a.txt" in sync.listed(repo), "untracked, and not ignored"
+    (repo / "run.sh").unlink()
+    assert b"run.sh" not in sync.listed(repo), "tracked, and not there"
     assert stat.S_ISLNK((repo / "link").lstat().st_mode)
     assert tree.links == ((b"link", b"src/b.py"),)
 
