@@ -33,7 +33,8 @@ def decide(stages: Mapping[str, Stage], states: Mapping[str, str], left: float) 
     """``states``: of every chosen stage, and of those that have passed before; what is not there is no obstacle."""
     states = dict(states)
     dropped: dict[str, str] = {}
-    while gone := {name: why for name in stages if (why := _obstacle(stages, states, name, left))}:
+    # What prepares comes last, as what is dropped has no turn that another would wait for.
+    while gone := _gone(stages, states, left, prepares=False) or _gone(stages, states, left, prepares=True):
         dropped |= gone
         states |= gone
     running = [name for name in stages if states.get(name) == RUNNING]
@@ -66,6 +67,12 @@ def _unwanted(stages: Mapping[str, Stage], states: Mapping[str, str], name: str)
     """Whether stages were to wait for this one and none does any more."""
     dependents = _dependents(stages, states, name)
     return bool(dependents) and not any(states[other] == WAITING for other in dependents)
+
+
+def _gone(stages: Mapping[str, Stage], states: Mapping[str, str], left: float, *, prepares: bool) -> dict[str, str]:
+    """Why stages of one kind will not run, of those that will not."""
+    kind = (name for name, stage in stages.items() if stage.prepares == prepares)
+    return {name: why for name in kind if (why := _obstacle(stages, states, name, left))}
 
 
 def _obstacle(stages: Mapping[str, Stage], states: Mapping[str, str], name: str, left: float) -> str:

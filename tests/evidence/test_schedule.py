@@ -101,20 +101,21 @@ def test_what_others_need_begins_in_its_own_time_unless_it_only_prepares_them() 
 @pytest.mark.parametrize(
     ("beside", "between", "least"),
     [
-        (False, {"half": stage(100, share=0.5)}, 55),  # half of the machine for 100 s, while it is made
+        (False, dict.fromkeys(("left", "right"), stage(50, share=0.5)), 55),  # side by side, while it is made
         (False, {"half": stage(10, share=0.5)}, 25),
         (False, {"bench": stage(30, quiet=True)}, 35),
         (True, {"bench": stage(30, quiet=True)}, 55),  # suspended for 30 of its 50 s
-        (True, {"other": stage(70, beside=True)}, 25),
+        (True, {"other": stage(24, beside=True)}, 25),
+        (False, {"long": stage(100)}, 25),  # has no time itself
     ],
 )
 def test_what_prepares_has_until_the_turn_of_what_waits_for_it(
     beside: bool, between: dict[str, Stage], least: float
 ) -> None:
     known = {"made": stage(20, prepares=True, beside=beside), **between, "uses": stage(5, needs=("made",))}
-    assert decide(known, waiting(*known), least).dropped == {}
-    found = decide(known, waiting(*known), least - 1)
-    assert found.dropped.items() >= dict.fromkeys(("made", "uses"), NO_TIME).items()
+    for left, made in ((least, True), (least - 1, False)):
+        found = decide(known, waiting(*known), left)
+        assert {"made": not made, "uses": not made} == {name: name in found.dropped for name in ("made", "uses")}
 
 
 def test_what_keeps_its_pieces_begins_in_a_third_of_its_time() -> None:

@@ -21,6 +21,7 @@ from harness.remote.link import FarError, LinkLost
 from harness.remote.order import Order, pools
 from harness.remote.run import HostRun, assemble
 from harness.remote.session import Outcome, Stopped
+from harness.remote.ssh_auth import ConnectionFailed
 from harness.remote.sync import File, Snapshot
 from tests.harness.records import FINE, OFF, SOURCES, cell, ledger
 
@@ -81,6 +82,10 @@ class Far:
             raise given
         return given
 
+    def connected(self) -> Far:
+        self._answer("connect", None)
+        return self
+
     def sync(self, tree: Snapshot, part: str, progress: Callable[[int, int], None]) -> Any:
         return self._answer(f"sync {part}", SimpleNamespace(files=9, contents=2, bytes=100, seconds=0.1))
 
@@ -138,7 +143,7 @@ def worked(order: Order, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[.
         console: Any = SimpleNamespace(sink=lambda *_: None, say=lambda name, text: work.said.append((name, text)))  # type: ignore[attr-defined]
         work.stop = stop  # type: ignore[attr-defined]
         work.runs = [HostRun(one, asked, TREE, shared[one.name], console, stop) for one in hosts]  # type: ignore[attr-defined]
-        monkeypatch.setattr(run, "Session", lambda host, *_: fars[host.name])
+        monkeypatch.setattr(run, "Session", lambda host, *_: fars[host.name].connected())
         for one in work.runs:  # type: ignore[attr-defined]
             one.work()
             assert one.over.is_set()
@@ -155,13 +160,25 @@ def test_a_host_that_does_all_there_is_to_do(worked: Any, order: Order) -> None:
     far = Far([(ENDED, left(fine(A), fine(B)))])
     limits = Limits(prepare=11, command=22)
     made = worked(one=far, host={"limits": limits, "prepare": ("true",), "python": "py"})
-    assert far.did == ["sync tree", "prune", "lock", "prepare", "build", "bundles", "test", "unlock", "close"]
+    assert far.did == [
+        "connect",
+        "sync tree",
+        "prune",
+        "lock",
+        "prepare",
+        "build",
+        "bundles",
+        "test",
+        "unlock",
+        "close",
+    ]
     assert [limit for _, limit in far.commands] == [11, 11, 22]
     assert all(env["KDTREE_BUILD"] == "/work/cache/build" for env in far.environments)
     assert (verdicts(made), made.problems, made.notes) == ({A: "PASS", B: "PASS"}, (), ())
     assert (exit_status(made), made.started, made.run_id) == (0, "2025-01-02T03:04:05Z", "run")
     assert made.environments == {"one": {}}
     assert not worked.runs[0].trouble
+    assert not any("FAILED" in text for _, text in worked.said)
 
 
 def test_cells_that_a_batch_did_not_run_are_asked_for_again(worked: Any) -> None:
@@ -249,6 +266,8 @@ def test_a_box_that_is_never_free(worked: Any) -> None:
 @pytest.mark.parametrize(
     ("where", "error", "trouble"),
     [
+        ("connect", ConnectionFailed("refused"), "refused"),
+        ("connect", LinkLost("gone"), "gone (connecting); what ran there ends by itself, run it again"),
         ("sync tree", LinkLost("gone"), "gone (sending the tree); what ran there ends by itself, run it again"),
         ("build", LinkLost("gone"), "gone (build for cpu); what ran there ends by itself, run it again"),
         ("prune", FarError("full", "no room"), "no room"),
@@ -262,7 +281,7 @@ def test_what_breaks_a_host_is_said_and_its_cells_are_given_back(
 ) -> None:
     far = Far(**{where: error})
     made = worked(one=far)
-    assert far.did[-2:] == [where, "close"]
+    assert far.did[-2:] == ([where, "close"] if where != "connect" else [where])
     assert made.problems == (f"one: {trouble}",)
     assert worked.said[-1] == ("one", f"FAILED: {trouble}")
     assert (order.run_dir / "hosts" / "one" / "error.txt").exists() == isinstance(error, RuntimeError)
@@ -301,7 +320,7 @@ def test_wheels_are_installed_by_pip_or_by_the_one_that_is_sent(worked: Any, pip
     sent = Snapshot(Path("/"), tuple(File(name.encode(), 0o644, "", 0) for name in names), ())
     far = Far([(ENDED, BOTH)])
     worked(one=far, wheels=sent, host={"python": "py"})
-    assert far.did[:2] == ["sync tree", "sync wheels"]
+    assert far.did[1:3] == ["sync tree", "sync wheels"]
     argv, limit = far.commands[0]
     assert limit == Limits().prepare
     assert argv[: 2 if pip else 3] == (["py", "/far/wheels/pip-1.whl/pip"] if pip else ["py", "-m", "pip"])
