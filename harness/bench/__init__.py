@@ -6,6 +6,7 @@ It measures and reports; it never asserts a target. One job a module:
 * ``cases``     what is measured: operations at named shapes
 * ``work``      bytes and flops of a case or a forward, from sizes alone
 * ``operands``  tensors for a case, in as many copies as keep the caches cold
+* ``turns``     in which order a case and its peers are measured, and when the machine rests
 * ``clock``     medians and spreads, on the CPU and from a GPU's own record
 * ``ceilings``  streaming read, matmul peak, empty graph node, one-launch read floor
 * ``reading``   the fastest streaming read known for the CPU

@@ -54,7 +54,7 @@ class Ceilings:
     cache_bytes: int
     """The last cache before memory: operands rotate over four times this."""
     floor_us: Callable[[int], float]
-    """The time of one pass that only reads so many bytes, cold; on the CPU measured at each call."""
+    """The time of one pass that only reads so many bytes, cold, measured at each call."""
 
     def roofline_us(self, bytes_: int, flops: int, kind: str) -> float:
         """No implementation can be faster: reading at the ceiling, computing at the ceiling, side by side."""
@@ -116,11 +116,9 @@ def _cuda() -> Ceilings:
 
         return clock.gpu([call(start) for start in islice(starts, clock.MOST)], SECONDS / 5)
 
-    @cache
-    def floor(size: int) -> float:
-        if size > READ_BYTES["cuda"]:  # longer than the buffer: at the rate of all of it
-            return floor(READ_BYTES["cuda"]) * size / READ_BYTES["cuda"]
-        return reading(size).us
+    def floor(size: int) -> float:  # longer than the buffer: at the rate of all of it
+        read = min(size, READ_BYTES["cuda"])
+        return reading(read).us * size / read
 
     matmul, n = {}, MATMUL["cuda"]
     for name, dtype in (("bf16", torch.bfloat16), ("f32", torch.float32)):

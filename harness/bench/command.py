@@ -113,6 +113,8 @@ def _rounded(value: Any) -> Any:
     """Figures as a record holds them: what is behind the fourth decimal, no clock sees."""
     if isinstance(value, dict):
         return {name: _rounded(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_rounded(item) for item in value]
     return round(value, 4) if isinstance(value, float) else value
 
 

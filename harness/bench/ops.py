@@ -9,21 +9,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from harness.bench import clock, targets, work
+from harness.bench import clock, targets, turns, work
 from harness.bench.cases import Case
 from harness.bench.ceilings import Ceilings
-from harness.bench.operands import Bench
+from harness.bench.operands import Bench, Calls
 from harness.bench.peers import Peer
 from harness.protocol import EngineError
 
 Say = Callable[[str], None]
 COLD = 4  # times the last cache that operands rotate over
-TURNS = {"cpu": 5, "cuda": 1}
-"""A case, its floor and its peers take turns, so many: a CPU's memory serves others too, who come and go."""
-TREE_TURNS = 4
-"""Of attention on a GPU, whose clock falls where it comes to the card's power limit: two per cent are looked for."""
-SETTLE = 0.2  # seconds until the threads of a peer, which look on for work for a while, sleep
 SHARE_OF_MEMORY = 0.25  # of what is free, for the operands of one case
+OWN, FLOOR = "own", "floor"
+"""In a line's ``by_turn``, beside peers' names."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +48,13 @@ class Line:
     cold: bool
     """Whether the operands exceeded four times the last cache."""
     peers: dict[str, float]
+    turns: int
+    rest_s: float
+    """Seconds without work before a turn, before each measurement of several turns on a GPU."""
+    by_turn: dict[str, list[float]]
+    """Microseconds that each turn gave: ``own``, ``floor`` and peers."""
+    card: dict[str, list[float]] = field(default_factory=dict)
+    """``before`` and ``after`` the measurements: a GPU's SM clock in MHz and its power in watts."""
     peer_errors: dict[str, str] = field(default_factory=dict)
     targets: dict[str, str] = field(default_factory=dict)
 
@@ -68,39 +72,57 @@ def free_bytes(device: str) -> int:
 
 
 def measure(bench: Bench, case: Case, limits: Ceilings, present: Sequence[Peer], seconds: float) -> Line:
-    """Time one case and whoever else can do it, in TURNS. Raises EngineError, MeasureError."""
+    """Time one case and whoever else can do it, as `turns.plan` says. Raises EngineError, MeasureError."""
     timer = clock.clock(bench.device)
     rotate = min(COLD * limits.cache_bytes, int(SHARE_OF_MEMORY * free_bytes(bench.device)))
     made = bench.calls(case, rotate)
-    copies = len(made.calls)
-    bare = bench.without_tree(case, made) if bench.device == "cuda" else {}
-    turns = TREE_TURNS if bare else TURNS[bench.device]
-    rotated = copies * made.bytes_each  # also with fewer samples: making the copies touched every one
+    how = turns.plan(bench.device, case, seconds)
     served: dict[str, Sequence[clock.Call]] = {}
     own: list[clock.Timing] = []
-    floors: list[float] = []
-    of_peers: dict[str, list[float]] = {}
-    errors: dict[str, str] = {}
-    for turn in range(turns):
-        if served and bench.device == "cpu":
-            time.sleep(SETTLE)
-        own.append(bench.timed(made.calls, seconds / turns))
-        for name, twin in bare.items():
-            of_peers.setdefault(name, []).append(bench.timed(twin, seconds / turns).us)
-        todo = work.of(case, made.distinct())
-        floors.append(limits.floor_us(todo.bytes))
-        for peer in present:
-            try:
-                if turn == 0 and (calls := peer.serve(case, copies)) is not None:
-                    served[peer.name] = calls
-                if peer.name in served and peer.name not in errors:
-                    of_peers.setdefault(peer.name, []).append(timer(served[peer.name], seconds / turns).us)
-            except Exception as error:  # a peer's fault is a line in the report and not the end of it
-                errors[peer.name] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    card: dict[str, list[float]] = {}
+
+    def ours() -> float:
+        own.append(bench.timed(made.calls, seconds / how.turns))
+        return own[-1].us
+
+    def twin(calls: Sequence[clock.Call]) -> turns.Side:
+        return turns.Side(lambda: bench.timed(calls, seconds / how.turns).us)
+
+    def guest(peer: Peer) -> turns.Side:
+        def ready() -> bool:
+            if (calls := peer.serve(case, len(made.calls))) is not None:
+                served[peer.name] = calls
+            return calls is not None
+
+        return turns.Side(lambda: timer(served[peer.name], seconds / how.turns).us, ready, guest=True)
+
+    def rest() -> None:
+        if served or bench.device == "cuda":
+            time.sleep(how.rest_s)
+        if not card:
+            card["before"] = turns.card(bench.device)
+
+    sides = {OWN: turns.Side(ours)}  # first: it draws the experts whose bytes the floor reads
+    if bench.device == "cuda":
+        sides |= {name: twin(calls) for name, calls in bench.without_tree(case, made).items()}
+    sides[FLOOR] = turns.Side(lambda: limits.floor_us(work.of(case, made.distinct()).bytes))
+    sides |= {peer.name: guest(peer) for peer in present}
+    by_turn, errors = turns.take(how, sides, rest)
+    card["after"] = turns.card(bench.device)
+    return _line(bench.device, case, limits, made, how, own, by_turn, errors, card)
+
+
+def _line(
+    device: str, case: Case, limits: Ceilings, made: Calls, how: turns.Plan, own: Sequence[clock.Timing],
+    by_turn: dict[str, list[float]], errors: dict[str, str], card: dict[str, list[float]],
+) -> Line:  # fmt: skip
+    """The figures of what was measured."""
     timing = clock.pooled(own)
-    times = {name: statistics.median(us) for name, us in of_peers.items() if name not in errors}
+    times = {name: statistics.median(us) for name, us in by_turn.items() if name not in (OWN, FLOOR)}
+    floors, todo = by_turn[FLOOR], work.of(case, made.distinct())
     kind = "bf16" if case.kind.endswith("bf16") else "f32"  # what is multiplied, whatever is stored
-    floor, x_floor = statistics.median(floors), statistics.median(t.us / f for t, f in zip(own, floors, strict=True))
+    x_floor = statistics.median(t.us / f for t, f in zip(own, floors, strict=True))
+    rotated = len(made.calls) * made.bytes_each  # also with fewer samples: making the copies touched every one
     return Line(
         case=case.name,
         op=case.op,
@@ -108,7 +130,7 @@ def measure(bench: Bench, case: Case, limits: Ceilings, present: Sequence[Peer],
         K=case.K,
         N=case.N,
         T=case.T,
-        device=bench.device,
+        device=device,
         us=timing.us,
         q1=timing.q1,
         q3=timing.q3,
@@ -116,14 +138,26 @@ def measure(bench: Bench, case: Case, limits: Ceilings, present: Sequence[Peer],
         samples=timing.samples,
         bytes=todo.bytes,
         flops=todo.flops,
-        floor_us=floor,
+        floor_us=statistics.median(floors),
         x_floor=x_floor,
         roofline=limits.roofline_us(todo.bytes, todo.flops, kind) / timing.us,
         cold=rotated >= COLD * limits.cache_bytes,
         peers=times,
+        turns=how.turns,
+        rest_s=how.rest_s,
+        by_turn=by_turn,
+        card={when: figures for when, figures in card.items() if figures},
         peer_errors=errors,
-        targets=targets.verdicts(bench.device, case.name, case.M, timing.us, x_floor, times),
+        targets=targets.verdicts(device, case.name, case.M, timing.us, x_floor, times),
     )
+
+
+def _state(line: Line) -> list[str]:
+    """How far a case's turns lay apart, and what became of the GPU's clock."""
+    own = line.by_turn[OWN]
+    said = [f"{line.turns} turns within {100 * (max(own) - min(own)) / line.us:.1f} %"] if line.turns > 1 else []
+    clocks = [f"{line.card[when][0]:.0f}" for when in ("before", "after") if when in line.card]
+    return [*said, f"{' to '.join(clocks)} MHz"] if clocks else said
 
 
 def text(line: Line) -> str:
@@ -136,7 +170,7 @@ def text(line: Line) -> str:
         f" {line.flops / 1e9:>9.4f} GFLOP  {100 * line.roofline:>5.1f} % of the roofline"
         f"  {line.x_floor:.2f}x the floor{'' if line.cold else '  warm'}"
     )
-    return "  ".join([figures, *peers, *goals])
+    return "  ".join([figures, *peers, *goals, *_state(line)])
 
 
 def run(
