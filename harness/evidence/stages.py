@@ -166,7 +166,8 @@ def stages(device: str, gpus: int = 1) -> dict[str, Stage]:
         "step": _pytest("step", 20, K26_STEP, "-n", "0", needs=BUILT),
         "bench": _writes(
             "bench-cuda.json", "bench", 220, *_harness("bench", "ops", "step", "--device", "cuda", "--k26", "384"),
-            *documented, "--seconds", "0.3", "--scratch", str(SCRATCH), needs=BUILT, after=("peers-build",), quiet=True, listed=True,
+            *documented, "--seconds", "0.3", "--scratch", str(SCRATCH),
+            needs=BUILT, after=("peers-build",), quiet=True, listed=True,
         ),
         "share": _writes(
             f"share-{device}.json", "timeline", 35, *module, "harness.bench.timeline", *k26, *widths,
