@@ -66,7 +66,6 @@ def _order(options: argparse.Namespace, hosts: Sequence[Host], line: str, rest: 
     if (run_dir / ledgers.LEDGER_FILE).exists():
         raise HostsError(f"--run-dir {run_dir} holds the ledger of an earlier run; name another folder")
     return Order(
-        root=ROOT,
         run_dir=run_dir,
         id=run_id,
         command=line,

@@ -12,14 +12,13 @@ from harness.remote.hosts import Host
 from harness.remote.share import Pool
 from harness.remote.ssh import Options
 from harness.remote.sync import Snapshot
+from harness.sources import Sources, describe
 
 
 @dataclass(frozen=True)
 class Order:
     """What was asked for."""
 
-    root: Path
-    """The working tree."""
     run_dir: Path
     id: str
     """Of the run's directories on the hosts; no two runs share one."""
@@ -35,6 +34,8 @@ class Order:
     """More of them for the far side's pytest."""
     extra: Mapping[str, str] = field(default_factory=dict)
     """Variables of this run for its commands there."""
+    sources: Sources = field(default_factory=describe)
+    """As they stood when this was asked for, and are sent."""
 
     @property
     def expected(self) -> tuple[str, ...]:

@@ -26,7 +26,6 @@ from harness.remote.session import Outcome, Session, Stopped
 from harness.remote.share import Pool
 from harness.remote.ssh_auth import ConnectionFailed
 from harness.remote.sync import Snapshot, SyncError
-from harness.sources import describe
 
 FOLDER = "hosts"
 """Of a run's folder: what came back, by host and batch."""
@@ -46,6 +45,8 @@ class HostRun:
         self.over = threading.Event()
         """Set when nothing more happens here."""
         self.shards: list[Ledger] = []
+        self.salvaged: list[Ledger] = []
+        """Of batches that left records alone, which do not say what was judged."""
         self.trouble = ""
         """Why the host takes no more cells; empty if it did all there was to do."""
         self.doing = "connecting"
@@ -176,9 +177,9 @@ class HostRun:
         folder = self.folder / shard_id
         count = session.fetch(f"reports/{shard_id}", folder)
         if (folder / ledgers.LEDGER_FILE).is_file():
-            shard = ledgers.read(folder)
+            shard, kept = ledgers.read(folder), self.shards
         elif count:
-            shard = self._salvage(folder, cells)
+            shard, kept = self._salvage(folder, cells), self.salvaged
         else:
             self.trouble = outcome.trouble or f"ended with status {outcome.status} and left no ledger"
             return
@@ -189,7 +190,7 @@ class HostRun:
         done = [cell.id for cell in shard.cells if cell.verdict is not Verdict.NOT_RUN]
         if not self.trouble and not done:
             self.trouble = "ran none of its cells"
-        self.shards.append(replace(shard, problems=()))
+        kept.append(replace(shard, problems=()))
         self.pool.finish(self.host.name, done, time.monotonic() - began)
         total = len(self.order.expected)
         self._say(
@@ -230,7 +231,7 @@ def blank(order: Order, hosts: Sequence[str], run_id: str, cells: Sequence[str])
             finished=ledgers.timestamp(),
             engine=order.engine,
             command=order.command,
-            sources=describe(order.root),
+            sources=order.sources,
             environments={host: {} for host in hosts},
             expected=tuple(sorted(cells)),
             cells=(),
@@ -243,14 +244,16 @@ def blank(order: Order, hosts: Sequence[str], run_id: str, cells: Sequence[str])
 def assemble(order: Order, started: str, runs: Sequence[HostRun]) -> Ledger:
     """One ledger of all that came back, and of what did not."""
     shards = [shard for run in runs for shard in run.shards]
-    names = [run.host.name for run in runs] if order.each or not shards else []
+    salvaged = [part for run in runs for part in run.salvaged]
+    names = [run.host.name for run in runs] if order.each or not (shards or salvaged) else []
     rest = blank(order, names, order.run_dir.name, order.expected)
     if shards:
-        rest = replace(rest, sources=shards[0].sources)  # those that were judged; the tree here may have moved on
+        rest = replace(rest, sources=shards[0].sources)  # what was judged, in the words of who judged it
+    salvaged = [replace(part, sources=rest.sources) for part in salvaged]
     troubles = [f"{run.host.name}: {run.trouble}" for run in runs if run.trouble]
     try:
         merged = ledgers.merge(
-            [rest, *shards],
+            [rest, *shards, *salvaged],
             run_id=order.run_dir.name,
             expected=order.expected,
             command=order.command,

@@ -11,12 +11,14 @@ from typing import Any
 
 import pytest
 
+from engine.ranks.job import Nodes
 from harness import ledger as ledgers
 from harness.cells import Cell, Ledger, Verdict, exit_status
 from harness.filters import select
-from harness.matrix import expected
+from harness.matrix import expected, parse
 from harness.remote import run
 from harness.remote.hosts import Host, Limits
+from harness.remote.join import Joiner
 from harness.remote.link import FarError, LinkLost
 from harness.remote.order import Order, pools
 from harness.remote.run import HostRun, assemble
@@ -27,6 +29,8 @@ from tests.harness.records import FINE, OFF, SOURCES, cell, ledger
 
 A, B = "fp32-ar-block1-cpu", "fp32-ar-prompt1-cpu"
 ENDED = Outcome(0, 0, "")
+SENT = replace(SOURCES, harness="s" * 64)
+"""What the order says of the tree; hosts' ledgers say what their commands found there."""
 TREE = Snapshot(Path("/"), (), ())
 Left = Callable[[Path], int]
 """Writes what a batch left into a folder; how many files there were."""
@@ -121,11 +125,10 @@ class Far:
 
 
 @pytest.fixture
-def order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Order:
-    monkeypatch.setattr(run, "describe", lambda root: SOURCES)
+def order(tmp_path: Path) -> Order:
     points = tuple(select(expected(["cpu"]), f"{A} or {B}"))
     assert {point.id for point in points} == {A, B}
-    return Order(tmp_path, tmp_path / "run", "id", "kdtree remote one", points)
+    return Order(tmp_path / "run", "id", "kdtree remote one", points, sources=SENT)
 
 
 @pytest.fixture
@@ -147,7 +150,10 @@ def worked(order: Order, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[.
         for one in work.runs:  # type: ignore[attr-defined]
             one.work()
             assert one.over.is_set()
-        return assemble(asked, "2025-01-02T03:04:05Z", work.runs)  # type: ignore[attr-defined]
+        made = assemble(asked, "2025-01-02T03:04:05Z", work.runs)  # type: ignore[attr-defined]
+        ledgers.write(made, order.run_dir)  # which refuses what is none
+        (order.run_dir / ledgers.LEDGER_FILE).unlink()
+        return made
 
     return work  # type: ignore[return-value]
 
@@ -177,6 +183,7 @@ def test_a_host_that_does_all_there_is_to_do(worked: Any, order: Order) -> None:
     assert (verdicts(made), made.problems, made.notes) == ({A: "PASS", B: "PASS"}, (), ())
     assert (exit_status(made), made.started, made.run_id) == (0, "2025-01-02T03:04:05Z", "run")
     assert made.environments == {"one": {}}
+    assert made.sources == SOURCES
     assert not worked.runs[0].trouble
     assert not any("FAILED" in text for _, text in worked.said)
 
@@ -186,6 +193,7 @@ def test_cells_that_a_batch_did_not_run_are_asked_for_again(worked: Any) -> None
     made = worked(one=far)
     assert exit_status(made) == 0
     assert made.problems == ()
+    assert "prepare" not in far.did, "nothing to do first"
     asked = [[word for word in argv if "test_cell" in word] for argv, _ in far.commands if "test" in argv]
     assert asked == [[], [f"tests/test_matrix.py::test_cell[{B}]"]]
 
@@ -330,6 +338,15 @@ def test_wheels_are_installed_by_pip_or_by_the_one_that_is_sent(worked: Any, pip
     assert failed.problems == ("one: wheels: ended with status 1",)
 
 
+def test_records_alone_are_of_the_tree_that_was_sent(worked: Any) -> None:
+    made = worked(one=Far([(Outcome(0, 9, ""), recorded(fine(A), fine(B)))]))
+    assert (made.sources, exit_status(made)) == (SENT, 0)
+    assert made.environments == {"one": {}}
+    made = worked(one=Far([(Outcome(0, 9, ""), recorded(fine(A)))]), two=Far([(ENDED, left(fine(B, "two"), of=[B]))]))
+    assert (made.sources, exit_status(made)) == (SOURCES, 0)
+    assert worked(one=Far(lock=False)).sources == SENT
+
+
 def test_a_salvaged_host_is_known_by_its_first_batch(worked: Any) -> None:
     """Its environment is what the first ledger says, and stays so where a later batch left records alone."""
     first = left(fine(A), of=[A, B])
@@ -343,5 +360,36 @@ def test_a_salvaged_host_is_known_by_its_first_batch(worked: Any) -> None:
     far = Far([(Outcome(2, 0, ""), told), (Outcome(0, 9, ""), recorded(fine(B)))])
     made = worked(one=far)
     assert made.environments == {"one": {"os": "Linux"}}
+    assert (made.sources, exit_status(made)) == (SOURCES, 0)
     assert verdicts(made) == {A: "PASS", B: "PASS"}
     assert {one.verdict for one in made.cells} == {Verdict.PASS}
+
+
+@pytest.mark.parametrize(
+    ("answers", "told", "trouble"),
+    [
+        ({}, True, ""),
+        ({}, False, "its ranks: ended with status 0"),
+        ({"--device": Outcome(0, 9, "")}, False, "its ranks: killed by SIGKILL (out of memory?)"),
+        ({"--device": Stopped()}, True, ""),
+        ({"--device": Stopped()}, False, "interrupted"),
+        ({"build": Outcome(1, 0, "")}, False, "build for cpu: ended with status 1"),
+    ],
+)
+def test_a_host_that_takes_part_runs_its_ranks_until_it_is_told_to_end(
+    order: Order, monkeypatch: pytest.MonkeyPatch, answers: dict[str, Any], told: bool, trouble: str
+) -> None:
+    far = Far(**answers)
+    monkeypatch.setattr(run, "Session", lambda *_: far)
+    two = replace(order, points=(parse(f"{A}-x2"),))
+    console: Any = SimpleNamespace(sink=lambda *_: None, say=lambda *_: None)
+    joiner = Joiner(Host("two", "two", python="py"), two, TREE, console, threading.Event(), Nodes(2, 1, "one", 29500))
+    joiner.told = told
+    joiner.work()
+    assert joiner.ready.is_set()
+    assert joiner.trouble == trouble
+    assert ("--device" in far.did) == ("build" not in answers)
+    if "build" not in answers:
+        place = str(Nodes(2, 1, "one", 29500))
+        line = ["py", "-m", "engine.ranks.join", "--device", "cpu", "--ranks", "1", "--nodes", place]
+        assert far.commands[-1] == (line, Limits().command)

@@ -10,11 +10,12 @@ import pytest
 from harness.matrix import parse
 from harness.remote.hosts import Gpus, Host
 from harness.remote.order import Order, able, batch_line, environment, pools, step_lines
+from tests.harness.records import SOURCES
 
 CPU, CUDA, TWO = "int4-ar-tiny-cpu", "fp32-ar-yarn-cuda", "int4-ar-tiny-cuda-x2"
 PLAIN = Host("plain", "plain", python="py")
 CARD = Host("card", "card", python="py", gpus=Gpus(1, "H200"), architectures=("sm_90a", "sm_120"))
-ORDER = Order(Path("/"), Path("/run"), "id", "kdtree remote", tuple(map(parse, (CPU, CUDA, TWO))))
+ORDER = Order(Path("/run"), "id", "kdtree remote", tuple(map(parse, (CPU, CUDA, TWO))), sources=SOURCES)
 
 
 def test_a_host_takes_cells_of_its_devices_and_of_as_many_ranks_as_it_has_gpus() -> None:
