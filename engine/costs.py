@@ -20,9 +20,9 @@ from pathlib import Path
 
 import numpy as np
 
+from harness.build import cache_folder
 from harness.files import write_atomic
 from harness.protocol import DecodeRequest, RequestError, Session
-from harness.sources import ROOT
 
 LIMIT = 63
 """Nodes of the largest tree that ``auto`` considers."""
@@ -78,7 +78,7 @@ def measure(session: Session, request: DecodeRequest, budget: int) -> StepCosts:
 
 def kept(identity: Mapping[str, str], make: Callable[[], StepCosts], folder: Path | None = None) -> StepCosts:
     """What ``make`` measured when it was first asked for under ``identity``; an unreadable file is measured again."""
-    home = folder or Path(os.environ.get("KDTREE_BUILD") or ROOT / "build") / "costs"
+    home = folder or cache_folder() / "costs"
     key = json.dumps(dict(identity), sort_keys=True)
     path = home / f"{hashlib.sha256(key.encode()).hexdigest()[:20]}.json"
     try:

@@ -7,7 +7,7 @@ import os
 import subprocess
 from pathlib import Path
 
-from harness.build import CSRC, ROOT
+from harness.build import CSRC, cache_folder
 from harness.environment import compiler
 from harness.toolchain import extension
 
@@ -24,7 +24,7 @@ def built() -> Path:
     key = hashlib.sha256(" ".join([*command, *compiler()]).encode())
     for path in [*sources, *sorted(CSRC.rglob("*.h"))]:
         key.update(path.read_bytes())
-    program = Path(os.environ.get("KDTREE_BUILD") or ROOT / "build") / f"kernel_bits-{key.hexdigest()[:20]}"
+    program = cache_folder() / f"kernel_bits-{key.hexdigest()[:20]}"
     if not program.exists():
         program.parent.mkdir(parents=True, exist_ok=True)
         part = program.with_name(f".{program.name}.{os.getpid()}")

@@ -1,0 +1,32 @@
+"""Engines by name, as installed packages register them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from harness import engines
+
+
+def test_two_packages_with_one_engine_name_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for package, target in (("one", "one:create"), ("two", "two:create")):
+        info = tmp_path / f"{package}-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
+        (info / "entry_points.txt").write_text(f"[kdtree.engines]\nmine = {target}\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(
+        engines.UnknownEngine, match=r"'mine' is registered as (one|two):create and as (two|one):create"
+    ):
+        engines.registered()
+
+
+def test_an_engine_that_cannot_be_imported_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    info = tmp_path / "one-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: one\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[kdtree.engines]\nmine = not_there:create\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(engines.UnknownEngine, match="engine 'mine': not_there:create cannot be loaded"):
+        engines.create("mine", "cpu")
