@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -88,3 +89,38 @@ def test_a_record_that_is_missing_or_none_is_told_of(tmp_path: Any) -> None:
             assert "none" in found or not any(found.values()), (kind, data)
             assert not counts.shows(found)
         path.unlink()
+
+
+def test_faults_are_counted_beside_their_controls() -> None:
+    def line(name: str, caught: str, named: bool | None, group: str = "trees") -> dict[str, Any]:
+        return {"name": name, "group": group, "caught_by": caught, "operation_named": named}
+
+    lines = [line("a", "x", True), line("b", "x", False), line("c", "", None), line("d", "x", None)]
+    controls = [line("unedited", "", None, "controls"), line("white_space", "x", None, "controls")]
+    assert counts.faults(json.dumps([*lines, *controls]).encode()) == {
+        "faults": 4, "caught": 3, "operation named": 1, "operation stated": 2, "controls": 2, "controls passed": 1,
+        "named": ["c"],
+    }  # fmt: skip
+    assert not counts.shows(counts.faults(json.dumps(controls).encode())), "controls alone show nothing"
+
+
+def test_bits_that_differ_between_ranks_are_counted() -> None:
+    lines = [{"equal": True}, {"equal": False}, {"equal": None}, {"equal": False}]
+    assert counts.ranks(json.dumps({"lines": lines}).encode()) == {"lines": 4, "bits differ": 2}
+
+
+def test_problems_of_a_ledger_are_told_and_nothing_counted_shows_nothing() -> None:
+    a = "int4-ar-long-cuda"
+    found = counts.cells(ledger_bytes(ledger(cell(a, FINE), problems=("no bundle",))))
+    assert found == {"expected": 1, "passed": 1, "failed": 0, "not run": 0, "problems": ["no bundle"]}
+    assert "problems" not in counts.cells(ledger_bytes(ledger(cell(a, FINE))))
+    assert not counts.shows(counts.timeline(b'{"shares": {}}'))
+
+
+def test_a_record_that_differs_in_pairs_or_builds_is_counted_by_hand() -> None:
+    shapes = [{"pairs": 3, "rows": 5, "differing_rows": 2, "unfit": ""},
+              {"pairs": 4, "rows": 6, "differing_rows": 0, "unfit": "no room"}]  # fmt: skip
+    found = counts.pairs(json.dumps({"shapes": shapes}).encode())
+    assert found == {"shapes": 2, "pairs": 7, "rows": 11, "differing_rows": 2, "unfit": 1}
+    breaks = [{"how": {"t1": "noticed", "t2": "passed"}, "not_built": ""}, {"how": {}, "not_built": "error"}]
+    assert counts.broken(json.dumps(breaks).encode()) == {"breaks": 2, "noticed": 1, "passed": 1, "not built": 1}
