@@ -67,7 +67,7 @@ def test_auto_budget_decodes_what_ar_does(tmp_path: Path, monkeypatch: pytest.Mo
         assert ar.logits is not None
         assert done.logits.tobytes() == ar.logits.tobytes()
         assert len(done.round_seconds) == done.forwards
-        assert 0 < sum(done.round_seconds) <= done.decode_seconds
+        assert sum(done.round_seconds) == pytest.approx(done.decode_seconds, rel=1e-3)
         dear = session.decode(replace(asked, costs=[1.0] + [1e6] * 20))
         free = session.decode(replace(asked, costs=[1.0] * 21))
         assert dear.tokens == free.tokens == ar.tokens
