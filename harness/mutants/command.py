@@ -177,6 +177,7 @@ def main(argv: Sequence[str]) -> int:
             before = good_ones(options.out, engine, options.device)
             faults = [fault for fault in faults if fault.name not in before]
             say(f"{len(names) - len(faults)} of {len(names)} are in {options.out} as they should be, with this engine")
+            names += [name for name in before if name not in names]  # those not chosen now stay in the file
         if options.compile_only:
             return compile_only(faults, options.device, options.json, say)
         if options.build_only:

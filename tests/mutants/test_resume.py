@@ -85,6 +85,19 @@ def test_what_is_not_as_it_should_be_or_of_another_engine_is_tried_again(
     assert tried == ["unedited"]
 
 
+def test_what_is_not_chosen_now_stays_in_the_file(
+    tmp_path: Path, tried: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "mutants-cuda.json"
+    assert go(out) == 0
+    entries = json.loads(out.read_text())
+    out.write_text(json.dumps([*entries[:2], replace_in(entries[2], engine="other"), entries[3]]))
+    monkeypatch.setattr(command, "chosen", lambda options: FAULTS[1:2])
+    assert go(out, "--resume") == 0
+    assert tried == []
+    assert names(out) == ["a", "unedited", "c"], "what another engine had is of no worth"
+
+
 def test_a_record_that_is_none_and_a_missing_file_name_are_told_of(
     tmp_path: Path, tried: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
