@@ -21,6 +21,11 @@ def filled(line: str, indent: str) -> str:
     )
 
 
+def counted(number: int, noun: str) -> str:
+    """``1 cell``, ``2 cells``."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def rerun_line(engine: str, id: str) -> str:
     """The line that runs one cell alone."""
     by = "" if engine == "csrc" else f" --engine {engine}"

@@ -167,7 +167,8 @@ def cell_run(pytestconfig: pytest.Config) -> Iterator[CellRun]:
         try:
             ledgers.record(record, run_dir)
         except OSError as error:
-            pytest.fail(f"{id}: {record.verdict.value}, and not recorded: {said(error)}", pytrace=False)
+            why = f"{id}: {record.verdict.value}, and not recorded: {said(error)}"
+            raise pytest.fail.Exception(why, pytrace=False) from None
         if runner.device_lost:
             if worker:
                 os._exit(1)  # the context cannot be used again; xdist starts another worker

@@ -14,6 +14,7 @@ from typing import Any
 
 from harness import ledger as ledgers
 from harness.cells import Ledger
+from harness.describe import counted
 from harness.environment import environment, survey
 from harness.files import said
 from harness.gpu import Gpu, GpuBusy
@@ -74,7 +75,7 @@ class Run:
     def start(self, say: Say) -> None:
         """Take the GPUs, build, make bundles. After Infrastructure the ledger is there and says what was in the way."""
         where = ", ".join(self.plan.devices)
-        say(f"matrix: {len(self.plan.expected)} cells expected on {where}, engine {self.plan.engine}")
+        say(f"matrix: {counted(len(self.plan.expected), 'cell')} expected on {where}, engine {self.plan.engine}")
         for note in self.notes:
             say(f"matrix: {note}")
         try:

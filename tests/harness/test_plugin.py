@@ -210,6 +210,8 @@ def test_a_disk_that_is_full_at_the_end_is_a_line_and_status_3(run: Command, tmp
     assert f"kdtree: not written: {place}" in done.stdout
     assert "fp32-ar-block1-cpu: PASS, and not recorded: " in done.stdout
     assert "Traceback" not in done.stdout + done.stderr
+    assert "The above exception" not in done.stdout
+    assert "matrix: 1 cell expected on cpu" in done.stdout
 
 
 @pytest.mark.slow
