@@ -15,6 +15,7 @@ from typing import Any
 from harness import ledger as ledgers
 from harness.cells import Ledger
 from harness.describe import counted
+from harness.ending import uninterrupted
 from harness.environment import environment, survey
 from harness.files import said
 from harness.gpu import Gpu, GpuBusy
@@ -98,8 +99,10 @@ class Run:
 
     def finish(self) -> Ledger:
         """Collect the cells, write the ledger and the reports, give the GPUs back; once. Raises OSError."""
-        if self.ledger is not None:
-            return self.ledger
+        with uninterrupted():
+            return self._finished() if self.ledger is None else self.ledger
+
+    def _finished(self) -> Ledger:
         blank = Ledger(
             run_id=self.run_id,
             started=self._started,

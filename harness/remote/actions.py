@@ -13,6 +13,7 @@ from typing import Any
 from harness import ledger as ledgers
 from harness import plain_json
 from harness.cells import INFRASTRUCTURE, PASSED, Verdict, exit_status
+from harness.ending import uninterrupted
 from harness.filters import select
 from harness.matrix import of_run
 from harness.remote import join
@@ -121,9 +122,10 @@ def _matrix(order: Order, hosts: Sequence[Host], tree: Snapshot, console: Consol
         shared = pools(order, hosts)
         runs = [HostRun(host, order, tree, shared[host.name], console, stop) for host in hosts]
         interrupted = _wait(runs, stop)
-    ledger = assemble(order, started, runs)
-    path = ledgers.write(ledger, order.run_dir)
-    write_reports(ledger, order.run_dir)
+    with uninterrupted():
+        ledger = assemble(order, started, runs)
+        path = ledgers.write(ledger, order.run_dir)
+        write_reports(ledger, order.run_dir)
     status = INTERRUPTED if interrupted else exit_status(ledger)
     report = {}
     lines = []

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import importlib.util
 import shlex
-import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
 
 from harness.cells import INFRASTRUCTURE
 from harness.cli import Parser
@@ -76,17 +74,11 @@ def _chosen(names: Sequence[str], file: Path) -> list[Host]:
     return [known[name] for name in names]
 
 
-def _interrupt(signum: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """See ``kdtree remote --help``."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     split = arguments.index("--") if "--" in arguments else len(arguments)
     options, rest = _parser().parse_args(arguments[:split]), arguments[split + 1 :]
-    # A cancelled CI job ends what runs on the hosts as Ctrl-C does.
-    before = {number: signal.signal(number, _interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
         if importlib.util.find_spec("paramiko") is None:
             raise HostsError("paramiko is missing: pip install 'paramiko>=3.4'")
@@ -104,6 +96,3 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("kdtree remote: interrupted", file=sys.stderr)
         return INTERRUPTED
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -7,6 +7,7 @@ import errno
 import io
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -17,7 +18,12 @@ from typing import NoReturn
 import pytest
 
 from harness import cli
+from harness.cells import Ledger
+from harness.ending import as_by_ctrl_c, uninterrupted
 from harness.files import said, write_atomic
+from harness.prepare import Plan
+from harness.reports.command import write_reports
+from harness.run import Run
 from harness.sources import ROOT
 from tests.waiting import PATIENCE
 
@@ -176,6 +182,34 @@ def test_a_command_that_is_told_to_end_leaves_nothing_behind() -> None:
     done = subprocess.run([sys.executable, "-c", ENDED], cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)
     assert (done.returncode, done.stderr) == (2, "kdtree: interrupted\n")
     assert not Path(done.stdout.strip()).exists()
+
+
+def test_what_is_written_last_is_written_whole_before_an_interrupt_ends_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second Ctrl-C of an impatient user comes while the ledger is written."""
+
+    def interrupted(ledger: Ledger, run_dir: Path) -> None:
+        signal.raise_signal(signal.SIGTERM)
+        write_reports(ledger, run_dir)
+
+    monkeypatch.setattr("harness.run.write_reports", interrupted)
+    run = Run(Plan("csrc", ("cpu",), ("fp32-ar-tiny-cpu",), ""), (), run_dir=tmp_path, host="box", command="x")
+    with as_by_ctrl_c():
+        with pytest.raises(KeyboardInterrupt):
+            run.finish()
+        assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["index.html", "junit.xml", "ledger.json"]
+
+
+def test_a_signal_that_is_ignored_stays_so_while_something_is_written() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with as_by_ctrl_c(), uninterrupted():
+            signal.raise_signal(signal.SIGHUP)
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_an_interrupt_that_something_fails_over_is_still_one(
