@@ -20,9 +20,10 @@ from harness.bench import clock, reading
 
 READ_BYTES = {"cpu": 512 << 20, "cuda": 2 << 30}  # far beyond every cache
 MATMUL = {"cpu": 1024, "cuda": 8192}  # square; large enough to be bound by arithmetic
-SECONDS = 0.5
-FLOOR_SECONDS = 0.1  # on the CPU, which measures it beside each case
+SECONDS = 0.5  # of sampling a ceiling
+FLOOR_SECONDS = 0.1  # of sampling a floor, beside each case
 NODES = 200  # of a graph of empty kernels
+COLD = 4  # times the last cache that operands rotate over
 DEFAULT_CACHE = 32 << 20  # where the system does not say how large its last cache is
 
 KERNELS = r"""
@@ -105,26 +106,27 @@ def _cuda() -> Ceilings:
     sink = torch.zeros(1, dtype=torch.int32, device="cuda")
     l2 = int(properties.L2_cache_size)
 
-    def reading(size: int) -> clock.Timing:
-        words = max(4, size // 16 * 4)
-        starts = range(0, max(1, min(len(data) - words + 1, 4 * l2 // 4 + words)), words)
+    def once(size: int) -> clock.Timing:
+        words = max(4, size // 16 * 4)  # of four bytes, read four at a time
+        cold = COLD * l2 // 4
+        starts = range(0, max(1, min(len(data) - words + 1, cold + words)), words)
         blocks = min(properties.multi_processor_count * 8, -(-words // 1024))
 
         def call(start: int) -> Callable[[], None]:
             part = data[start : start + words]
             return lambda: read_once(grid=(blocks, 1, 1), block=(256, 1, 1), args=[part, words // 4, sink])
 
-        return clock.gpu([call(start) for start in islice(starts, clock.MOST)], SECONDS / 5)
+        return clock.gpu([call(start) for start in islice(starts, clock.MOST)], FLOOR_SECONDS)
 
     def floor(size: int) -> float:  # longer than the buffer: at the rate of all of it
         read = min(size, READ_BYTES["cuda"])
-        return reading(read).us * size / read
+        return once(read).us * size / read
 
     matmul, n = {}, MATMUL["cuda"]
     for name, dtype in (("bf16", torch.bfloat16), ("f32", torch.float32)):
         a, b = torch.rand(n, n, device="cuda").to(dtype), torch.rand(n, n, device="cuda").to(dtype)
         matmul[name] = 2 * n**3 / (1e-6 * clock.gpu([lambda a=a, b=b: a @ b], SECONDS).fastest)  # type: ignore[misc]
-    read = READ_BYTES["cuda"] / (1e-6 * reading(READ_BYTES["cuda"]).fastest)
+    read = READ_BYTES["cuda"] / (1e-6 * once(READ_BYTES["cuda"]).fastest)
     return Ceilings(read, matmul, _empty_node(torch, nothing), l2, floor)
 
 

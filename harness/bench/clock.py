@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 Call = Callable[[], Any]
-FEWEST, MOST = 5, 400
+FEWEST, MOST = 5, 400  # samples
 NODES, SPAN = 40, 2000.0  # calls of a replay, or their microseconds: what starts the graph must not show
 
 
@@ -106,11 +106,11 @@ def gpu(calls: Sequence[Call], seconds: float) -> Timing:
         call()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    turns = in_turn(calls, between_events(calls[0])())
+    noted = in_turn(calls, between_events(calls[0])())
     with torch.cuda.graph(graph):
-        for call in turns:
+        for call in noted:
             call()
-    return replays(between_events(graph.replay), len(turns), seconds)
+    return replays(between_events(graph.replay), len(noted), seconds)
 
 
 def clock(device: str) -> Callable[[Sequence[Call], float], Timing]:

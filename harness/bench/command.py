@@ -68,7 +68,9 @@ def _parser() -> Parser:
         "--filter", action="append", default=[], metavar="TEXT", help="cases whose name has it; repeatable"
     )
     parser.add_argument("--list", action="store_true", help="the names that --filter takes, and nothing else")
-    parser.add_argument("--seconds", type=_positive, default=0.5, help="of sampling per case and peer (default: 0.5)")
+    parser.add_argument(
+        "--seconds", type=_positive, default=0.5, help="of sampling per case and peer, in all its turns (default: 0.5)"
+    )
     parser.add_argument("--no-peers", action="store_true", help="the engine alone")
     parser.add_argument("--config", action="append", choices=CONFIGS, help="step: of these (default: all of them)")
     parser.add_argument("--width", action="append", type=_width, help="step: rows of a tree (default: 2, 4, ... 64)")
@@ -207,6 +209,8 @@ def main(argv: Sequence[str]) -> int:
     steps = plans(configs, options.width or WIDTHS, options.filter) if "step" in wanted else []
     if not chosen and not steps and "project" not in wanted:
         parser.error(f"--filter {' '.join(options.filter)} chooses nothing; `kdtree bench --list` shows the names")
+    if options.plot and not chosen:
+        parser.error("--plot shows operations, and none is chosen: add ops, or another --filter")
     if options.list:
         names = [case.name for case in chosen] + [plan.name for plan in steps]
         plain_json.give(names, options.json)

@@ -140,18 +140,17 @@ class Bench:
             return clock.wall(calls, seconds)
         for call in calls:
             call()
-        turns = clock.in_turn(
-            calls, clock.wall(calls[:1], 0).fastest
-        )  # with the host's share: rather too few than too many
+        each = clock.wall(calls[:1], 0).fastest  # with the host's share: rather too few calls than too many
+        noted = clock.in_turn(calls, each)
         with named_errors():
             sequence = self.lib.sequence_begin(self.handle)
             try:
-                for call in turns:
+                for call in noted:
                     call()
                 self.lib.sequence_end(self.handle)
                 stream = self.torch.cuda.ExternalStream(self.lib.backend_stream(self.handle))
                 run = clock.between_events(lambda: self.lib.sequence_run(self.handle, sequence), stream)
-                return clock.replays(run, len(turns), seconds)
+                return clock.replays(run, len(noted), seconds)
             finally:
                 self.lib.sequence_drop(self.handle, sequence)
 
@@ -300,9 +299,8 @@ class Bench:
         scores = self.torch.zeros(c.M, dtype=self.torch.float64, device=self.device)
         state = self._state(c, draft_first=1, draft_rows=c.depths)
         costs = self.torch.zeros(0, dtype=self.torch.float64)
-        return [draft, c.depths + 1, c.budget, -1, False, costs, self._rows(c, c.depths + 1), scores, state], work.of(
-            c
-        ).bytes
+        given = [draft, c.depths + 1, c.budget, -1, False, costs, self._rows(c, c.depths + 1), scores, state]
+        return given, work.of(c).bytes
 
     def _accept(self, c: Case, copy: int) -> tuple[list[Any], int]:
         """The walk goes down the tree's first children: a row's choice is its first child's token."""

@@ -11,13 +11,12 @@ from typing import Any
 
 from harness.bench import clock, targets, turns, work
 from harness.bench.cases import Case
-from harness.bench.ceilings import Ceilings
+from harness.bench.ceilings import COLD, Ceilings
 from harness.bench.operands import Bench, Calls
 from harness.bench.peers import Peer
 from harness.protocol import EngineError
 
 Say = Callable[[str], None]
-COLD = 4  # times the last cache that operands rotate over
 SHARE_OF_MEMORY = 0.25  # of what is free, for the operands of one case
 OWN, FLOOR = "own", "floor"
 """In a line's ``by_turn``, beside peers' names."""

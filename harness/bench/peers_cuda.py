@@ -160,7 +160,7 @@ def _missing(module: str, package: str) -> str:
 
 
 def peers() -> list[Peer]:
-    """Those of issue 7's table of targets, and torch's own."""
+    """Those that `harness.bench.targets` names, and torch's own."""
     import torch
 
     pack: Any = getattr(torch.ops.aten, "_weight_int4pack_mm", None)

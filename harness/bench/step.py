@@ -13,7 +13,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from harness.bench import clock, k26, targets
+from harness.bench import clock, k26, targets, turns
 from harness.bench.ceilings import Ceilings
 from harness.bench.work import forward_bytes
 from harness.golden import Golden
@@ -165,7 +165,9 @@ def run(
                     say(f"{plan.name}: the bundle records no drafter {drafter}")
                     continue
                 request = given[plan.M]
+                turns.rest(engine.device)
                 measured = measure(session, request)
+                turns.rest(engine.device)  # for the floor, that it is of a cool card as well
                 found.append(line(plan, engine.device, model, len(request.prompt), measured, limits))
                 say(text(found[-1]))
         finally:

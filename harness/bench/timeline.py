@@ -141,7 +141,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="one of N ranks alone, by itself; repeatable (default: 1)",
     )  # fmt: skip
     parser.add_argument("--precision", default="int4-bf16")
-    parser.add_argument("-M", type=int, action="append", default=[], help="rows of a forward (default 1 and 16)")
+    parser.add_argument("-M", type=positive, action="append", default=[], help="rows of a forward (default 1 and 16)")
     parser.add_json("the lines")
     options = parser.parse_args(argv)
     try:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -93,6 +94,12 @@ def plan(device: str, case: Case, seconds: float) -> Plan:
         return Plan(CPU_TURNS, SETTLE)
     hot = expected_us(case) >= HOT_US
     return Plan(HOT_TURNS if hot else 1, min(REST, seconds), each=hot)
+
+
+def rest(device: str) -> None:
+    """Let a GPU's clock come up again, where no `Plan` says when."""
+    if device == "cuda":
+        time.sleep(REST)
 
 
 def card(device: str) -> list[float]:

@@ -60,6 +60,7 @@ def test_ops_and_step_write_json_and_a_plot(tmp_path: Path, capsys: pytest.Captu
         (["--runs", "0"], "--runs 0"),
         (["--seconds", "0"], "not above 0"),
         (["--width", "1"], "below 2"),
+        (["step", "--plot", "out.svg"], "--plot shows operations, and none is chosen"),
     ],
 )
 def test_wrong_arguments_are_3(arguments: list[str], reason: str, capsys: pytest.CaptureFixture[str]) -> None:

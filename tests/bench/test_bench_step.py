@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from engine import create
-from harness.bench import clock, k26, ranks, step, targets, work
+from harness.bench import clock, k26, ranks, step, targets, turns, work
 from harness.bench.ceilings import Ceilings
 from harness.bundles import ensure
 from harness.protocol import Decoded, DecodeRequest, Round, Session
@@ -86,6 +86,41 @@ def test_a_line_is_by_hand_what_its_decodes_took() -> None:
     assert line.tokens_per_second == pytest.approx(6 / 90e-6)
     assert line.tokens_per_gigabyte == pytest.approx(6 / (3 * size / 1e9))
     assert line.targets == {"at most 1.18x the floor": targets.word(line.x_floor <= 1.18)}
+
+
+def test_a_gpu_rests_before_the_decodes_and_before_the_floor(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+
+    class Engine(Recording):
+        device = "cuda"
+
+        def load(self, path: Path, precision: str, *, max_rows: int) -> Engine:
+            self.seconds = iter([3e-5] * 99)
+            return self
+
+        def decode(self, request: Any) -> Decoded:
+            done.append("decode")
+            return super().decode(request)
+
+        def close(self) -> None:
+            done.append("closed")
+
+    def floor(size: int) -> float:
+        done.append("floor")
+        return 1.0
+
+    monkeypatch.setattr(turns.time, "sleep", lambda seconds: done.append(f"{seconds:g}"))
+    limits = Ceilings(1e10, {"f32": 1e11}, None, 1 << 16, floor)
+    chosen = step.plans(["tiny"], [], ["step-fp32-ar-tiny-m1"])
+    files, said = {"tiny": ensure(["tiny"])["tiny"]}, []
+    engine = Engine()
+    step.run(cast(Any, engine), files, chosen, "noisy", limits, said.append)
+    decodes = ["decode"] * (2 + step.RUNS)
+    assert done == ["0.3", *decodes, "0.3", "floor", "closed"]
+    engine.device = "cpu"
+    done.clear()
+    step.run(cast(Any, engine), files, chosen, "noisy", limits, said.append)
+    assert done == [*decodes, "floor", "closed"]
 
 
 @pytest.mark.slow

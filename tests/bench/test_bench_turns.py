@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from harness.bench import clock, ops, turns, work
+from harness.bench import ceilings, clock, ops, turns, work
 from harness.bench.cases import Case, cases
 from harness.bench.ceilings import Ceilings
 from harness.bench.operands import Bench, Calls
@@ -85,7 +85,7 @@ def test_turns_follow_a_memory_that_changes(monkeypatch: pytest.MonkeyPatch) -> 
     assert line.by_turn == {"own": [*OWN], "floor": [*FLOOR], "one": [*PEER]}
     assert (line.turns, line.rest_s, line.card) == (5, 0.2, {})
     assert line.samples == 5 * turns.CPU_TURNS
-    assert machine.asked == [ops.COLD * limits.cache_bytes] + [0.1 / turns.CPU_TURNS] * 2 * turns.CPU_TURNS
+    assert machine.asked == [ceilings.COLD * limits.cache_bytes] + [0.1 / turns.CPU_TURNS] * 2 * turns.CPU_TURNS
 
 
 def test_a_peer_that_fails_in_a_later_turn_is_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,7 +115,7 @@ def test_the_roofline_is_of_what_is_multiplied_and_cold_is_beyond_the_cache(
     limits = Ceilings(1e12, {"f32": 1e9, "bf16": 2e9}, None, 1 << 16, machine.floor)
     line = ops.measure(cast(Bench, machine), Case("linear", "tiny", 1, 64, 128, kind=kind), limits, [], 0.1)
     assert line.roofline == pytest.approx(1e6 * 2 * 64 * 128 / peak / 45.0)
-    assert line.cold == (size == ops.COLD * limits.cache_bytes)
+    assert line.cold == (size == ceilings.COLD * limits.cache_bytes)
 
 
 @dataclass
