@@ -3,6 +3,7 @@
 #include <cuda_fp16.h>
 
 #include "device.cuh"
+#include "mla_mma.cuh"
 #include "mla_plan.h"
 
 namespace kdtree {
@@ -103,7 +104,7 @@ template <int AHEAD>
 class OctetFold {
  public:
   __device__ __forceinline__ void fetch(const MlaParts& p, int row, int head, int octet) {
-    from_ = p.sums + (p.unit(0, row, head) * kPartHeads + head % kPartHeads) * kOctets + octet;
+    from_ = first(p, row, head, octet);
     block_ = octet / (kOctets / kPartScales);
 #pragma unroll
     for (int i = 0; i < AHEAD; ++i) {
@@ -112,8 +113,7 @@ class OctetFold {
   }
   // Pair i of the octet in o[i].
   __device__ __forceinline__ void finish(const MlaParts& p, int splits, const FoldWeights& weight, float2 (&o)[4]) const {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) o[i] = make_float2(0.f, 0.f);
+    begin(o);
 #pragma unroll
     for (int i = 0; i < AHEAD; ++i) {
       if (i < splits) add(o, part_[i], weight[block_][i]);
@@ -122,7 +122,43 @@ class OctetFold {
     for (int i = AHEAD; i < splits; ++i) add(o, from_[i * stride(p)], weight[block_][i]);
   }
 
+  // The same by way of shared memory, `there`, a place of this thread for each of the AHEAD splits, STEP from one to the next. Loads into
+  // registers end all together for a warp that uses one of them, so that its weights would have to wait for the sums.
+  __device__ __forceinline__ void find(const MlaParts& p, int row, int head, int octet) {
+    from_ = first(p, row, head, octet);
+    block_ = octet / (kOctets / kPartScales);
+    asm volatile("" : "+l"(from_));  // here, while there is time
+  }
+  template <int STEP>
+  __device__ __forceinline__ void stage(const MlaParts& p, uint32_t there) {
+    const uint4* from = from_;
+    const size_t step = stride(p);
+#pragma unroll
+    for (int i = 0; i < AHEAD; ++i) {
+      if (i < p.splits) fetch16(there + i * STEP * sizeof(uint4), from);
+      from += step;
+    }
+  }
+  template <int STEP>
+  __device__ __forceinline__ void finish_staged(const MlaParts& p, int splits, const FoldWeights& weight, const uint4* there,
+                                                float2 (&o)[4]) const {
+    begin(o);
+#pragma unroll
+    for (int i = 0; i < AHEAD; ++i) {
+      if (i < splits) add(o, there[i * STEP], weight[block_][i]);
+    }
+#pragma unroll 8
+    for (int i = AHEAD; i < splits; ++i) add(o, from_[i * stride(p)], weight[block_][i]);
+  }
+
  private:
+  static __device__ __forceinline__ const uint4* first(const MlaParts& p, int row, int head, int octet) {
+    return p.sums + (p.unit(0, row, head) * kPartHeads + head % kPartHeads) * kOctets + octet;
+  }
+  static __device__ __forceinline__ void begin(float2 (&o)[4]) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) o[i] = make_float2(0.f, 0.f);
+  }
   static __device__ __forceinline__ size_t stride(const MlaParts& p) {
     return static_cast<size_t>(p.rows) * p.head_blocks * kPartHeads * kOctets;
   }

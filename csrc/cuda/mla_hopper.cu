@@ -24,25 +24,43 @@ __device__ const bool has_wgmma =
 constexpr float kSlackLog2 = 8.f;
 
 constexpr int kFoldThreads = kOctets;
-constexpr size_t kFoldShared = 21504;  // of a block: ten of them have what attention's one has
+constexpr int kStagedSplits = 16;
+constexpr size_t kFoldShared = 21504;  // of a block that stages: ten of them have what attention's one has
+static_assert(kStagedSplits * kFoldThreads * sizeof(uint4) <= kFoldShared);
 
-// o_lat of a head: an octet a thread.
-template <int AHEAD>
+// o_lat of a head: an octet a thread. STAGED: the sums come into shared memory.
+template <bool STAGED>
 __global__ __launch_bounds__(kFoldThreads) void fold_kernel(const __grid_constant__ MlaParts p, __nv_bfloat16* o_lat, int heads) {
+  extern __shared__ uint4 staged[];  // [kStagedSplits][kFoldThreads]
   __shared__ FoldWeights weight;
-  wait_for_previous();
   const int row = p.first_row + static_cast<int>(blockIdx.y), head = blockIdx.x;
   const int octet = threadIdx.x;
-  OctetFold<AHEAD> sums;
-  sums.fetch(p, row, head, octet);
+  // What is older than attention, the kernel ahead, may be read while that runs.
+  const int n_rows = __ldcg(&p.state->n_rows), splits = splits_of(__ldcg(&p.state->kv_len) + __ldcg(p.depths + row) + 1);
+  OctetFold<STAGED ? kStagedSplits : 8> sums;
+  uint32_t there = shared_address(staged + octet);
+  if constexpr (STAGED) {
+    sums.find(p, row, head, octet);
+    asm volatile("" : "+r"(there));  // or each copy forms it anew
+  }
+  wait_for_previous();
+  if (row >= n_rows) return;
   FoldNorms norms;
   if (threadIdx.x < kWarp) norms.fetch(p, row, head);
-  const int n_rows = p.state->n_rows, splits = splits_of(p.state->kv_len + p.depths[row] + 1);
-  if (row >= n_rows) return;
+  if constexpr (STAGED) {
+    sums.template stage<kFoldThreads>(p, there);
+  } else {
+    sums.fetch(p, row, head, octet);
+  }
   if (threadIdx.x < kWarp) norms.weigh(splits, weight);
+  if constexpr (STAGED) fetch_wait();
   __syncthreads();
   float2 v[4];
-  sums.finish(p, splits, weight, v);
+  if constexpr (STAGED) {
+    sums.template finish_staged<kFoldThreads>(p, splits, weight, staged + octet, v);
+  } else {
+    sums.finish(p, splits, weight, v);
+  }
   __nv_bfloat16* out = o_lat + (static_cast<size_t>(row) * heads + head) * kPartRank + octet_column(octet);
 #pragma unroll
   for (int i = 0; i < 4; ++i) *reinterpret_cast<__nv_bfloat162*>(out + i * kOctetStep) = __floats2bfloat162_rn(v[i].x, v[i].y);
@@ -112,11 +130,10 @@ void CudaBackend::launch_hopper(const MlaAttentionArgs& a, const std::function<v
 void CudaBackend::attention_on_hopper(const MlaAttentionArgs& a) {
   launch_hopper(a, [&](const MlaParts& parts) {
     // Its blocks are let in as attention's leave, and the first multiprocessors to be free get all that fit. Of few rows with many splits fewer
-    // had better fit: 8 rows of 4096 keys 15.9 for 17.2 us, where 64 rows lose 3 %. Ten fit for few rows, by shared memory that they do not use.
-    const bool few = parts.rows <= 16, fewer = few && parts.splits > 8;
-    launch("mla_fold", fewer ? fold_kernel<16> : fold_kernel<8>, dim3(a.dims.heads, parts.rows), kFoldThreads,
-           few ? kFoldShared : 0, parts,
-           static_cast<__nv_bfloat16*>(a.o_lat), a.dims.heads);
+    // had better fit: 8 rows of 4096 keys 15.9 for 17.2 us, where 64 rows lose 3 %.
+    const bool few = parts.rows <= 16;
+    launch("mla_fold", few ? fold_kernel<true> : fold_kernel<false>, dim3(a.dims.heads, parts.rows), kFoldThreads, few ? kFoldShared : 0,
+           parts, static_cast<__nv_bfloat16*>(a.o_lat), a.dims.heads);
   });
 }
 
