@@ -229,10 +229,16 @@ __global__ __launch_bounds__((WARPS + stream::asks_apart(KIND, CL, RESIDENT, HEL
 
     const int all = mine * sets * kColumns;
     int g = 0, set = 0, own = 0;
-    const auto place = [&](int i) { g = i % kColumns, own = i / kColumns * p.by_sets >> 16, set = i / kColumns - own * sets; };
+    int to = 0, left = 0, ldo = 0;  // the output of the first of the sums, how many there are from it on, and between rows
+    char* out = nullptr;
+    const auto place = [&](int i) {
+      g = i % kColumns, own = i / kColumns * p.by_sets >> 16, set = i / kColumns - own * sets;
+      const int at_output = first + batch_at + own * CL + rank, part = !paired && at_output >= tiles0;
+      to = (at_output - part * tiles0) * kTileRows + g, left = p.n[part] - to, ldo = p.ldo[part], out = static_cast<char*>(p.out[part]);
+    };
     if constexpr (RESIDENT == 1) {  // what a thread adds first is found before it waits, where there are registers for it
       place(threadIdx.x);
-      asm volatile("" : "+r"(g), "+r"(set), "+r"(own));
+      asm volatile("" : "+r"(g), "+r"(set), "+r"(own), "+r"(to), "+r"(left), "+r"(ldo), "+l"(out));
     }
     if constexpr (CL > 1) {
       if (mine > 0) barrier_wait(met_at, met_parity);
@@ -244,17 +250,17 @@ __global__ __launch_bounds__((WARPS + stream::asks_apart(KIND, CL, RESIDENT, HEL
     for (int i = threadIdx.x; i < all; i += WARPS * kWarp) {
       if (RESIDENT > 1 || i >= WARPS * kWarp) place(i);
       const auto total = [&](int part, float (&v)[VALUES]) {
-        const float* from = reinterpret_cast<const float*>(sums + (own * parts + part) * tile_sums) + (set * kColumns + g) * VALUES;
+        using Sums = std::conditional_t<VALUES == 2, float2, float4>;  // as they stand there, a load each
+        const Sums* from = reinterpret_cast<const Sums*>(sums + (own * parts + part) * tile_sums) + set * kColumns + g;
 #pragma unroll
-        for (int e = 0; e < VALUES; ++e) v[e] = from[e];
+        for (int s = 0; s < kSegments; ++s, from += sets * kColumns) {
+          const Sums here = *from;
+          float w[VALUES];
+          memcpy(w, &here, sizeof(here));
 #pragma unroll
-        for (int s = 1; s < kSegments; ++s) {
-          from += sets * kColumns * VALUES;
-#pragma unroll
-          for (int e = 0; e < VALUES; ++e) v[e] = __fadd_rn(v[e], from[e]);
+          for (int e = 0; e < VALUES; ++e) v[e] = s == 0 ? w[e] : __fadd_rn(v[e], w[e]);
         }
       };
-      const int at_output = first + batch_at + own * CL + rank, part = !paired && at_output >= tiles0;
       float y[VALUES];
       total(0, y);
       if (paired) {
@@ -263,17 +269,30 @@ __global__ __launch_bounds__((WARPS + stream::asks_apart(KIND, CL, RESIDENT, HEL
 #pragma unroll
         for (int e = 0; e < VALUES; ++e) y[e] = __fmul_rn(silu(y[e]), up[e]);
       }
+      size_t at[VALUES];
+      bool stored[VALUES];
 #pragma unroll
       for (int e = 0; e < VALUES; ++e) {
-        const int m = VALUES == 2 ? set : BY_THREADS ? set * 2 + e % 2 : stream::row_of_set(set, e % 2), n = (at_output - part * tiles0) * kTileRows + g + e / (VALUES / 2) * 8;
-        if (m >= rows || n >= p.n[part]) continue;
-        const size_t place = static_cast<size_t>(m) * p.ldo[part] + n;
-        if (paired) {
-          static_cast<uint16_t*>(p.out[part])[place] = round_bf16(y[e]);
-        } else {
-          float* const o = static_cast<float*>(p.out[part]) + place;
-          *o = p.epilogue == Epilogue::kResidual ? __fadd_rn(*o, y[e]) : y[e];
+        const int m = VALUES == 2 ? set : BY_THREADS ? set * 2 + e % 2 : stream::row_of_set(set, e % 2), below = e / (VALUES / 2) * 8;
+        stored[e] = m < rows && below < left, at[e] = static_cast<size_t>(m) * ldo + to + below;
+      }
+      if (paired) {
+#pragma unroll
+        for (int e = 0; e < VALUES; ++e) {
+          if (stored[e]) reinterpret_cast<uint16_t*>(out)[at[e]] = round_bf16(y[e]);
         }
+        continue;
+      }
+      float* const o = reinterpret_cast<float*>(out);
+      if (p.epilogue == Epilogue::kResidual) {  // one branch for all of them
+#pragma unroll
+        for (int e = 0; e < VALUES; ++e) {
+          if (stored[e]) y[e] = __fadd_rn(o[at[e]], y[e]);
+        }
+      }
+#pragma unroll
+      for (int e = 0; e < VALUES; ++e) {
+        if (stored[e]) o[at[e]] = y[e];
       }
     }
     met_parity ^= mine > 0;
