@@ -70,45 +70,30 @@ __device__ __forceinline__ void wgmma_scores(float (&d)[32], float (&more)[4], u
       : "l"(whole_descriptor(a)), "l"(whole_descriptor(b)), "r"(accumulate));
 }
 
-// d[64, 64] = a[64, 16] b[64, 16]^T (+ d), a in registers: a warp's sixteen rows as mma.sync's fragment, d as its fragments of eight columns.
-__device__ __forceinline__ void wgmma_columns(float (&d)[32], const uint32_t (&a)[4], uint64_t b, int accumulate) {
-  asm volatile(
-      "{\n.reg .pred p;\nsetp.ne.b32 p, %37, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
-      KD_PLACES32
-      "}, {%32,%33,%34,%35}, %36, p, 1, 1, 0;\n}\n"
-      : KD_SUMS32(d, 0)
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
-}
-
-// The same for 32 rows of b.
-__device__ __forceinline__ void wgmma_columns(float (&d)[16], const uint32_t (&a)[4], uint64_t b, int accumulate) {
-  asm volatile(
-      "{\n.reg .pred p;\nsetp.ne.b32 p, %21, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {"
-      KD_PLACES16
-      "}, {%16,%17,%18,%19}, %20, p, 1, 1, 0;\n}\n"
-      : KD_SUMS16(d, 0)
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
-}
-
-// Waits until at most PENDING groups are in flight; what an ended one wrote to d and read from a may be used from here on.
-template <int PENDING>
-__device__ __forceinline__ void wgmma_wait(float (&d)[32], uint32_t (&a)[8]) {
-  asm volatile("wgmma.wait_group.sync.aligned %40;"
-      : KD_SUMS32(d, 0),
-        "+r"(a[0]), "+r"(a[1]), "+r"(a[2]), "+r"(a[3]), "+r"(a[4]), "+r"(a[5]), "+r"(a[6]), "+r"(a[7])
-      : "n"(PENDING)
-      : "memory");
-}
-template <int PENDING>
-__device__ __forceinline__ void wgmma_wait(float (&d)[16], uint32_t (&a)[8]) {
-  asm volatile("wgmma.wait_group.sync.aligned %24;"
-      : KD_SUMS16(d, 0),
-        "+r"(a[0]), "+r"(a[1]), "+r"(a[2]), "+r"(a[3]), "+r"(a[4]), "+r"(a[5]), "+r"(a[6]), "+r"(a[7])
-      : "n"(PENDING)
-      : "memory");
-}
+// For 64 and for 32 rows of b, of which a thread has SUMS sums; the strings are the places of the operands behind these.
+#define KD_COLUMNS(SUMS, ROWS, A, B, ACCUMULATE, PENDING)                                                                            \
+  /* d[64, ROWS] = a[64, 16] b[ROWS, 16]^T (+ d), a in registers: a warp's sixteen rows as mma.sync's fragment, d as its fragments */ \
+  /* of eight columns. */                                                                                                            \
+  __device__ __forceinline__ void wgmma_columns(float (&d)[SUMS], const uint32_t (&a)[4], uint64_t b, int accumulate) {               \
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " ACCUMULATE ", 0;\n"                                                             \
+                 "wgmma.mma_async.sync.aligned.m64n" ROWS "k16.f32.bf16.bf16 {" KD_PLACES##SUMS "}, {" A "}, " B                      \
+                 ", p, 1, 1, 0;\n}\n"                                                                                                \
+                 : KD_SUMS##SUMS(d, 0)                                                                                               \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));                                             \
+  }                                                                                                                                  \
+  /* Waits until at most COUNT groups are in flight; what an ended one wrote to d and read from a may be used from here on. */        \
+  template <int COUNT>                                                                                                               \
+  __device__ __forceinline__ void wgmma_wait(float (&d)[SUMS], uint32_t (&a)[8]) {                                                    \
+    asm volatile("wgmma.wait_group.sync.aligned " PENDING ";"                                                                        \
+                 : KD_SUMS##SUMS(d, 0), KD_READ4(a, 0), KD_READ4(a, 4)                                                               \
+                 : "n"(COUNT)                                                                                                        \
+                 : "memory");                                                                                                        \
+  }
+#define KD_READ4(a, i) "+r"(a[i]), "+r"(a[i + 1]), "+r"(a[i + 2]), "+r"(a[i + 3])
+KD_COLUMNS(32, "64", "%32,%33,%34,%35", "%36", "%37", "%40")
+KD_COLUMNS(16, "32", "%16,%17,%18,%19", "%20", "%21", "%24")
+#undef KD_COLUMNS
+#undef KD_READ4
 
 // d[64, 256] = a[64, 16] b[16, 256] (+ d): b with its columns contiguous; a in registers or in shared memory. Products
 // with a in registers hold up the warp while they read it. Without kEightRows in `upper`, b's second eight rows are its first ones again.

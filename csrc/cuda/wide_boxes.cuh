@@ -197,7 +197,8 @@ struct WideReader {
     at = ring.weights + row * 128 + (piece ^ (row & 7)) * 16, scales = ring.scales + (quarter * kTileRows + lane / 4) * 16;
     landed = ring.landed, freed = ring.freed - ring.landed, end = ring.weights + ring.depth * kWideWeightSlot;
     weights_back = ring.depth * kWideWeightSlot, scales_back = ring.depth * kWideScaleSlot, landed_back = ring.depth * 8;
-    asm volatile("" : "+r"(at), "+r"(scales), "+r"(landed), "+r"(freed), "+r"(end), "+r"(weights_back), "+r"(scales_back), "+r"(landed_back));
+    found_here(at), found_here(scales), found_here(landed), found_here(freed), found_here(end);
+    found_here(weights_back), found_here(scales_back), found_here(landed_back);
   }
   // To a box's second unit, or back to its first.
   __device__ __forceinline__ void turn() { at ^= 64, scales ^= 8; }
