@@ -318,7 +318,7 @@ constexpr size_t route_shared(int k, int rows, size_t choice) {
 }
 constexpr bool serves_route(const Device& device, int k, int experts, int n_group, int top_k) {
   const size_t choice = 16 * static_cast<size_t>(experts) + 4 * static_cast<size_t>(experts / 32 + 2 + n_group + 2 * top_k);
-  return serves(device, k) && k <= kMostRouted && experts <= kMostExperts && route_shared(k, kOwnNorm, choice) + kStatic <= device.shared;
+  return serves(device, k) && k <= kMostRouted && experts > 1 && experts <= kMostExperts && route_shared(k, kOwnNorm, choice) + kStatic <= device.shared;
 }
 
 // Whether as many blocks as the registers leave room for find shared memory on a multiprocessor, which keeps 1 KB of each for itself;

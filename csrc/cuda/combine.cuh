@@ -20,13 +20,16 @@ struct CombineParams {
   int most;  // blocks that share it
 };
 
+// Beside it, the last warp counts the block out, so that no sum waits for that.
+__device__ __forceinline__ int combining_threads() { return static_cast<int>(blockDim.x) - kWarp; }
+
 constexpr int kCombined = 8;  // products of an output that are asked for at a time: one after the other each would wait for the way to L2 and back
 
 // WIDTH outputs a thread at a time, 1 or 4.
 template <int WIDTH>
 __device__ __forceinline__ void combine_part(const CombineParams& c, int part, int parts) {
   using Group = std::conditional_t<WIDTH == 4, float4, float>;
-  const int columns = c.dim / WIDTH, rows = active_rows(c.n_rows, c.max_rows), threads = blockDim.x;
+  const int columns = c.dim / WIDTH, rows = active_rows(c.n_rows, c.max_rows), threads = combining_threads();
   union Values {
     Group group;
     float v[WIDTH];
@@ -72,7 +75,11 @@ __device__ __forceinline__ void combine(const CombineParams& c) {
   const int most = stream::at_most_half(c.most, static_cast<int>(gridDim.x));
   arrive(c.tickets);
   if (part >= most) return;
-  await(c.tickets, blocks, most);
+  await(c.tickets, blocks);
+  if (static_cast<int>(threadIdx.x) >= combining_threads()) {
+    if (threadIdx.x == blockDim.x - 1) put_back(c.tickets, count_out(c.tickets, most), most);
+    return;
+  }
   if (c.dim % 4 == 0 && reinterpret_cast<uintptr_t>(c.out) % 16 == 0) {
     combine_part<4>(c, part, most);
   } else {
@@ -83,11 +90,11 @@ __device__ __forceinline__ void combine(const CombineParams& c) {
 // The same for one row. What is older than the products is asked for before all have arrived: behind the weights that the next launch asks for meanwhile a
 // load takes microseconds.
 __device__ __forceinline__ void combine_row(const CombineParams& c) {
-  const int columns = c.dim / 4, most = stream::at_most_half(c.most, static_cast<int>(gridDim.x)), i = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x);
-  if (c.dim % 4 != 0 || reinterpret_cast<uintptr_t>(c.out) % 16 != 0 || columns > most * static_cast<int>(blockDim.x)) return combine(c);
+  const int columns = c.dim / 4, most = stream::at_most_half(c.most, static_cast<int>(gridDim.x)), i = static_cast<int>(blockIdx.x) * combining_threads() + static_cast<int>(threadIdx.x);
+  if (c.dim % 4 != 0 || reinterpret_cast<uintptr_t>(c.out) % 16 != 0 || columns > most * combining_threads()) return combine(c);
   arrive(c.tickets);
   if (static_cast<int>(blockIdx.x) >= most) return;
-  const bool mine = i < columns && active_rows(c.n_rows, 1) > 0;
+  const bool counts = static_cast<int>(threadIdx.x) >= combining_threads(), mine = !counts && i < columns && active_rows(c.n_rows, 1) > 0;
   float4* const to = reinterpret_cast<float4*>(c.out) + i;
   const float4* const from = reinterpret_cast<const float4*>(c.products) + i;
   float4 out = mine ? *to : make_float4(0.f, 0.f, 0.f, 0.f), sum = make_float4(0.f, 0.f, 0.f, 0.f);
@@ -98,7 +105,8 @@ __device__ __forceinline__ void combine_row(const CombineParams& c) {
     for (int j = 0; j < AT_A_TIME; ++j) weights[j] = first + j < c.top_k ? c.weights[first + j] : 0.f;
   };
   weigh(0);
-  await(c.tickets, static_cast<int>(gridDim.x), most);
+  await(c.tickets, static_cast<int>(gridDim.x));
+  if (threadIdx.x == blockDim.x - 1) put_back(c.tickets, count_out(c.tickets, most), most);
   if (!mine) return;
   const float4 last = c.shared ? __ldcg(from + static_cast<size_t>(c.top_k) * columns) : make_float4(0.f, 0.f, 0.f, 0.f);
 #pragma unroll 1

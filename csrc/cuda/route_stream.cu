@@ -58,9 +58,11 @@ __device__ __forceinline__ void choose(const Params& p, void* memory, int blocks
   for (int i = 0; i < HELD; ++i) held[i] = __ldg(p.choice.bias + min(static_cast<int>(threadIdx.x) + i * kThreads, experts - 1));
   wait_for_previous();
   int counted = load_early(&p.choice.state->n_rows);
-  await(p.tickets, blocks, p.choosing);
+  await(p.tickets, blocks);
+  unsigned left = 0;
+  const int first = blockIdx.x;
   asm volatile("" : "+r"(counted));  // whose load nothing before this waits for
-  for (int m = blockIdx.x; m < min(counted, rows); m += p.choosing) {
+  for (int m = first; m < min(counted, rows); m += p.choosing) {
     __syncthreads();  // everyone is done with the row before
     choose_experts(p.choice, m, memory, [&](int e) {
       const float* const from = p.parts + static_cast<size_t>(m) * experts + e;
@@ -68,6 +70,7 @@ __device__ __forceinline__ void choose(const Params& p, void* memory, int blocks
       // Volatile, for the compiler to leave the loads of two experts side by side, in front of what it does with the first.
 #pragma unroll
       for (int s = 0; s < kSegments; ++s) asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(part.of[s]) : "l"(from + static_cast<size_t>(s) * rows * experts) : "memory");
+      if (e == 0 && m == first) left = count_out(p.tickets, p.choosing);  // behind the loads, which so wait for nothing
       return part;
     }, [&](int e, const LogitParts& part) {
       float sum = part.of[0];
@@ -76,6 +79,10 @@ __device__ __forceinline__ void choose(const Params& p, void* memory, int blocks
       p.logits[static_cast<size_t>(m) * experts + e] = sum;
       return sum;
     }, [&](int e) { return e < kThreads ? held[0] : e < HELD * kThreads ? held[1] : __ldg(p.choice.bias + e); });
+  }
+  if (threadIdx.x == 0) {  // who asked for expert 0
+    if (first >= min(counted, rows)) left = count_out(p.tickets, p.choosing);
+    put_back(p.tickets, left, p.choosing);
   }
 }
 

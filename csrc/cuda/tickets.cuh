@@ -44,13 +44,22 @@ __device__ __forceinline__ void arrive(Tickets* tickets) {
   if (threadIdx.x == 0) ticket_add(&tickets->arrived, 1);
 }
 
-// Waits for `blocks` to have arrived; then the block sees what they wrote. Called by the whole block, by `waiting` blocks of the launch.
-__device__ __forceinline__ void await(Tickets* tickets, int blocks, int waiting) {
+// Waits for `blocks` to have arrived; then the block sees what they wrote. Called by the whole block, of which one thread counts it out then: ahead of its
+// warp's loads of what they wrote that would be a round trip to L2 more.
+__device__ __forceinline__ void await(Tickets* tickets, int blocks) {
   if (threadIdx.x == 0) ticket_wait(&tickets->arrived, blocks);
   __syncthreads();
-  if (threadIdx.x == blockDim.x - 1 && ticket_add(&tickets->left, 1) == waiting - 1) {
-    tickets->arrived = 0, tickets->left = 0, tickets->ahead = 0;
-  }
+}
+// Counts the block out of the `waiting` that look at `arrived`, by one thread; how many were before it. The last one's count is zero again. An addition, of
+// whose answers the compiler would make one for the warp, would be waited for here.
+__device__ __forceinline__ unsigned count_out(Tickets* tickets, int waiting) {
+  unsigned before;
+  asm volatile("atom.relaxed.gpu.global.inc.u32 %0, [%1], %2;" : "=r"(before) : "l"(&tickets->left), "r"(waiting - 1) : "memory");
+  return before;
+}
+// By the thread that counted: the last one puts back what all have looked at.
+__device__ __forceinline__ void put_back(Tickets* tickets, unsigned before, int waiting) {
+  if (before == static_cast<unsigned>(waiting - 1)) tickets->arrived = 0, tickets->ahead = 0;
 }
 
 // Tells of `count` things that the block has done, also at `further` unless it is null, and waits until `all` are done, by anyone: by blocks of
