@@ -307,8 +307,10 @@ KDTREE_BOTH constexpr int at_most_half(int wanted, int places) { return wanted *
 constexpr int choosing(const Device& device, int rows) { return at_most_half(rows < 64 ? rows : 64, device.multiprocessors); }
 constexpr int combining(int rows) { return rows <= 2 ? 16 : rows <= 8 ? 32 : 128; }
 constexpr bool leaves_normed(int rows) { return rows > kOwnNorm; }  // in scratch, for gate and up
-// Times 16 experts that a block has. Of so few rows that every block norms them itself blocks are fewer than multiprocessors, and leave room for gate and up's.
-constexpr int route_tiles(int rows) { return rows <= kOwnNorm ? 2 : 1; }
+// Times 16 experts that a block has. Of so few rows that a warp each has room for two such tiles blocks, with those that choose, are fewer than
+// multiprocessors, and leave room for gate and up's.
+constexpr int kFewRouted = 32;
+constexpr int route_tiles(int rows) { return rows <= kFewRouted ? 2 : 1; }
 // A block's segment of its experts' bf16 weight rows and of the rows it norms itself; the choice takes the same place.
 constexpr size_t route_shared(int k, int rows, size_t choice) {
   const int own_rows = rows <= kOwnNorm ? rows : 0;

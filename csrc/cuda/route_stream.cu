@@ -1,7 +1,7 @@
 // The router for bf16 activations in one launch: norm, product and choice; then the experts.
 //
 // Bytes: the router's weights once, E*K*2, asked for before the launch before has ended; flops 2*M*E*K on tensor cores. Bound by latency.
-// A block takes one segment of K of 16 experts, or 32, which it holds in shared memory; a warp multiplies 16 with eight rows. Of one or two rows
+// A block takes one segment of K of 16 experts, or 32 for up to 32 rows, which it holds in shared memory; a warp multiplies 16 with eight rows. Of one or two rows
 // every block norms its own; more are normed once, a block a row, in scratch, where gate and up find them too. The segments' sums
 // meet in scratch (L2), where blocks that do nothing else wait for them, add up a row each and choose its experts.
 // Reduction order: stream.cuh, the same as linear's, with the norm's squares by segments of whole units of int4, as the experts' are.
@@ -193,7 +193,7 @@ bool CudaBackend::route_stream(const LinearArgs& a, const RouterArgs& r, const M
   if (!own && tiles_serve(experts, false)) p.normed_rows = &unit_tickets(false)->ahead;
   const int each = stream::route_tiles(a.max_rows), blocks = (tiles + each - 1) / each * kSegments;
   p.choosing = chooses ? stream::choosing(device_shape_, a.max_rows) : 0;
-  const auto kernel = own ? &route_kernel<true, stream::route_tiles(kOwnRows)> : &route_kernel<false, stream::route_tiles(kOwnRows + 1)>;
+  const auto kernel = own ? &route_kernel<true, stream::route_tiles(kOwnRows)> : each == 2 ? &route_kernel<false, 2> : &route_kernel<false, 1>;
   const size_t shared = stream::route_shared(w.k, a.max_rows, ChoiceMemory::bytes(w.n, r.n_group, r.top_k));
   reserve_shared(reinterpret_cast<const void*>(kernel), "router", shared);
   leave_cache(reinterpret_cast<const void*>(kernel), kLittleShared);
