@@ -239,14 +239,20 @@ __global__ __launch_bounds__(kTileMoeThreads, S::RESIDENT) void tile_moe_kernel(
         barrier_wait(shared_address(&routes_there), 0);
       } else {
         // Once without effect where there is time, for the code to be there.
-        if (early && lane < p.top_k) ids[lane] = lane;
+        const bool few = rows * p.top_k <= kWarp && rows <= stream::kTileColumns;
+        if (early && !few && lane < p.top_k) ids[lane] = lane;
         __syncwarp();
 #pragma unroll 1
         for (int pass = early ? 0 : 1; pass < 2; ++pass) {
           if (pass == 1) {
             if (!DOWN) wait_for_previous();
             if (!DOWN && !early) barrier_arrive(rows_there_at);
-            read_ids();
+            if (!few) read_ids();
+          }
+          if (few) {
+            const int count = pass == 0 ? p.top_k : rows * p.top_k;
+            find_few_routes(routes, pass == 0 ? lane : p.ids[min(lane, count - 1)], count);
+            continue;
           }
           find_routes<stream::kTileColumns, kWarp>(routes, ids, pass == 0 ? 1 : rows, p.top_k, p.experts);
         }

@@ -46,6 +46,35 @@ struct Routes {
   }
 };
 
+// The same lists, of no more choices than a warp has lanes and of no more rows than a turn takes, so that an expert has one turn: by one warp, with nothing
+// but its registers between the ids and the lists. id: lane i's is that of choice i, of `count`. Ends with a barrier of the warp.
+template <int PLACES>
+__device__ __forceinline__ void find_few_routes(Routes<PLACES>& r, int id, int count) {
+  const int lane = threadIdx.x % kWarp;
+  if (lane >= count) id = INT32_MAX;
+  unsigned lower = 0, same = 0;  // the choices whose id is
+#pragma unroll
+  for (int i = 0; i < kWarp; ++i) {
+    const int other = __shfl_sync(kAll, id, i);
+    if (other < id) lower |= 1u << i;
+    if (other == id) same |= 1u << i;
+  }
+  const unsigned before = same & ((1u << lane) - 1), first = __ballot_sync(kAll, before == 0 && lane < count);
+  if (lane < count) {
+    const int slot = __popc(lower & first), start = __popc(lower);
+    r.place[start + __popc(before)] = static_cast<uint16_t>(lane);
+    if (before == 0) {
+      r.expert[slot] = static_cast<uint16_t>(id), r.start[slot] = static_cast<uint16_t>(start);
+      r.turn[slot] = r.slot[slot] = static_cast<uint16_t>(slot);
+    }
+  }
+  if (lane == 0) {
+    const int found = __popc(first);
+    r.found = found, r.start[found] = static_cast<uint16_t>(count), r.turn[found] = static_cast<uint16_t>(found);
+  }
+  __syncwarp();
+}
+
 // Called by the whole block of THREADS or, kWarp of them, by one warp; the ids of the step's rows, row by row, all below `experts`; a turn takes
 // MOST rows. Ends with a barrier of its callers.
 template <int MOST, int THREADS, int PLACES>
