@@ -73,8 +73,8 @@ __device__ __forceinline__ void keep_groups(const RouterArgs& a, const ChoiceMem
   }
 }
 
-// Chooses for row m. bias(e), logit(e, ask(e)): of expert e, by one thread, thread e % kChoiceThreads, which asks for several before it looks at one.
-// Called by kChoiceThreads threads; ends with no barrier.
+// Chooses for row m; where m is negative, which is no row, without effect. bias(e), logit(e, ask(e)): of expert e, by one thread, thread e % kChoiceThreads,
+// which asks for several before it looks at one. Called by kChoiceThreads threads; ends with no barrier.
 template <typename Ask, typename Logit, typename Bias>
 __device__ __forceinline__ void choose_experts(const RouterArgs& a, int m, void* memory, const Ask& ask, const Logit& logit, const Bias& bias) {
   constexpr int AHEAD = 2;  // of a thread's experts whose logits are on their way at a time
@@ -105,6 +105,7 @@ __device__ __forceinline__ void choose_experts(const RouterArgs& a, int m, void*
   }
   if (thread == 0) *at.count = 0;
   if (!__syncthreads_and(finite)) {
+    if (m < 0) return;
     if (thread == 0) record_fault(a.state, kFaultRouterNonFinite, m, a.layer);
     for (int j = thread; j < a.top_k; j += kChoiceThreads) {
       a.ids[m * a.top_k + j] = j;  // something in range for whatever runs before the host hears of it
@@ -154,6 +155,7 @@ __device__ __forceinline__ void choose_experts(const RouterArgs& a, int m, void*
       for (int i = 0; i < a.top_k; ++i) sum = __fadd_rn(sum, at.chosen[i]);
       weight = __fdiv_rn(weight, __fadd_rn(sum, 1e-20f));
     }
+    if (m < 0) break;
     a.ids[m * a.top_k + j] = at.taken[j];
     a.weights[m * a.top_k + j] = __fmul_rn(weight, a.scaling);
   }

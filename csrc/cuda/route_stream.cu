@@ -58,30 +58,39 @@ __device__ __forceinline__ void choose(const Params& p, void* memory, int blocks
   for (int i = 0; i < HELD; ++i) held[i] = __ldg(p.choice.bias + min(static_cast<int>(threadIdx.x) + i * kThreads, experts - 1));
   wait_for_previous();
   int counted = load_early(&p.choice.state->n_rows);
-  await(p.tickets, blocks);
   unsigned left = 0;
   const int first = blockIdx.x;
-  asm volatile("" : "+r"(counted));  // whose load nothing before this waits for
-  for (int m = first; m < min(counted, rows); m += p.choosing) {
+  int end = 0;
+  // Row -1 is nobody's: chosen for without effect while the sums are made, for the code to be there. Fetched behind the weights that gate and up ask for, one
+  // part after the other takes microseconds.
+#pragma unroll 1
+  for (int m = -1; m < end; m = m < 0 ? first : m + p.choosing) {
     __syncthreads();  // everyone is done with the row before
     choose_experts(p.choice, m, memory, [&](int e) {
       const float* const from = p.parts + static_cast<size_t>(m) * experts + e;
-      LogitParts part;
+      LogitParts part{};
+      if (m < 0) return part;
       // Volatile, for the compiler to leave the loads of two experts side by side, in front of what it does with the first.
 #pragma unroll
       for (int s = 0; s < kSegments; ++s) asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(part.of[s]) : "l"(from + static_cast<size_t>(s) * rows * experts) : "memory");
       if (e == 0 && m == first) left = count_out(p.tickets, p.choosing);  // behind the loads, which so wait for nothing
       return part;
     }, [&](int e, const LogitParts& part) {
+      if (m < 0) return e % kWarp == 0 ? static_cast<float>(e) : -1.f;  // of neighbours one is ahead, so that few reach the bound
       float sum = part.of[0];
 #pragma unroll
       for (int s = 1; s < kSegments; ++s) sum = __fadd_rn(sum, part.of[s]);
       p.logits[static_cast<size_t>(m) * experts + e] = sum;
       return sum;
     }, [&](int e) { return e < kThreads ? held[0] : e < HELD * kThreads ? held[1] : __ldg(p.choice.bias + e); });
+    if (m < 0) {
+      await(p.tickets, blocks);
+      asm volatile("" : "+r"(counted));  // whose load nothing before this waits for
+      end = min(counted, rows);
+    }
   }
   if (threadIdx.x == 0) {  // who asked for expert 0
-    if (first >= min(counted, rows)) left = count_out(p.tickets, p.choosing);
+    if (first >= end) left = count_out(p.tickets, p.choosing);
     put_back(p.tickets, left, p.choosing);
   }
 }
