@@ -7,10 +7,11 @@ third over the second what is not spent waiting for other GPUs.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import hashlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,9 +22,10 @@ from engine import create
 from engine.session import CsrcEngine
 from harness import plain_json
 from harness.bench import k26, share, step
-from harness.cli import Parser
+from harness.cells import FAILED, INFRASTRUCTURE, PASSED
+from harness.cli import Parser, positive
 from harness.environment import survey
-from harness.protocol import Engine
+from harness.protocol import Engine, EngineError
 from harness.sources import describe
 from refs.config import ModelConfig
 from refs.drafter_config import split
@@ -33,25 +35,18 @@ RUNS = 5
 
 
 def measure(
-    label: str,
-    engine: Engine,
-    path: Path,
-    precision: str,
-    widths: Sequence[int],
-    logits: dict[Any, Any],
-    real: bool,
-    graphs: bool = True,
+    label: str, engine: Engine, path: Path, precision: str, widths: Sequence[int], logits: dict[str, Any] | None
 ) -> list[dict[str, Any]]:
-    """Microseconds a forward at every width; of ``real`` engines also whether all give the bits of the first width of
-    the first: ``logits`` holds those by precision."""
+    """Microseconds a forward at every width, and whether each gives the bits of the first width of the first engine:
+    ``logits`` holds those by precision; None: what comes out of this engine means nothing."""
     model = ModelConfig.of(split(read(path).fields)[0], str(path))
     given = k26.requests(model, tuple(m for m in widths if m > 1), step.BLOCK)
     found = []
-    with engine.load(path, precision, max_rows=max(widths), graphs=graphs) as session:  # type: ignore[attr-defined]
+    with engine.load(path, precision, max_rows=max(widths)) as session:  # type: ignore[attr-defined]
         for m in widths:
             timing, decoded, rows = step.measure(session, given[m], RUNS)
             equal = digest = None
-            if real:
+            if logits is not None:
                 got = session.decode(replace(given[m], record=True)).logits.view(np.uint32)
                 equal = bool(np.array_equal(logits.setdefault(precision, got), got))
                 digest = hashlib.sha256(got.tobytes()).hexdigest()[:16]
@@ -64,48 +59,64 @@ def measure(
     return found
 
 
-def main() -> int:
-    """Measure and print; 1 where a width or a number of ranks gave other bits."""
-    parser = Parser(prog="python -m harness.bench.ranks", description=__doc__)
+def _parser() -> Parser:
+    parser = Parser(
+        prog="python -m harness.bench.ranks",
+        description="K2.6-shaped layers on one GPU, on several, and one rank's share of them alone (docs/ranks.md).",
+        epilog="example:\n  python -m harness.bench.ranks --ranks 2 --alone 2 --file /tmp/k26.kdtr --json OUT\n\n"
+        f"exit status: {PASSED}; {FAILED} a width or a number of ranks gave other bits; {INFRASTRUCTURE} the file, a "
+        "device or the arguments",
+    )
     parser.add_argument("--file", type=Path, required=True, help="made if it is not there")
-    parser.add_argument("--layers", type=int, default=3, help="one dense, the others MoE")
-    parser.add_argument("--experts", type=int, default=384)
-    parser.add_argument("--vocab", type=int, default=8192, help="small, so that layers are what is timed")
+    parser.add_argument("--layers", type=positive, default=3, help="one dense, the others MoE (default: 3)")
+    parser.add_argument("--experts", type=positive, default=384, help="of a layer (default: 384)")
+    parser.add_argument("--vocab", type=positive, default=8192, help="default: 8192, so that layers are what is timed")
     parser.add_argument("--precision", action="append", default=[], help="default: int4-bf16, K2.6's own")
-    parser.add_argument("--ranks", type=int, action="append", default=[], help="real ones")
-    parser.add_argument("--alone", type=int, action="append", default=[], help="the share of one of so many ranks")
-    parser.add_argument("--no-graphs", action="store_true", help="every launch by itself")
-    parser.add_argument("--several-only", action="store_true", help="leave out one rank")
-    parser.add_argument("-M", type=int, action="append", default=[], help="widths (default 1 and 16)")
+    parser.add_argument("--ranks", type=positive, action="append", default=[], metavar="N", help="N real ranks")
+    parser.add_argument("--alone", type=positive, action="append", default=[], metavar="N", help="a share of N ranks")
+    parser.add_argument("-M", type=positive, action="append", default=[], help="widths (default: 1 and 16)")
     parser.add_json("everything that was measured")
-    options = parser.parse_args()
-    widths = options.M or [1, 16]
-    config = k26.model(num_layers=options.layers, n_routed_experts=options.experts, vocab_size=options.vocab)
-    if not options.file.exists():
-        k26.write(options.file, config, lambda text: print(text, file=sys.stderr, flush=True))
-    engines: list[tuple[str, Any]] = [] if options.several_only else [("one rank", lambda: create("cuda"))]
-    engines += [(f"share of {n} ranks, alone", lambda n=n: CsrcEngine("cuda:0", share.alone(n))) for n in options.alone]
+    return parser
+
+
+def engines(options: argparse.Namespace) -> Iterator[tuple[str, Engine, bool]]:
+    """What is measured: a label, the engine, and whether its logits mean something. Raises EngineError."""
+    yield "one rank", create("cuda"), True
+    for n in options.alone:
+        yield f"share of {n} ranks, alone", CsrcEngine("cuda:0", share.alone(n)), False
     gpus = len(survey().gpus)
     for n in options.ranks:
         label = f"{n} ranks that share {gpus} GPU(s)" if n > gpus else f"{n} ranks"
-        engines.append((label, lambda n=n: create("cuda", ranks=n)))
+        yield label, create("cuda", ranks=n), True
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """See ``--help``."""
+    parser = _parser()
+    options = parser.parse_args(argv)
     judged = describe()
     about = {"commit": judged.commit, "engine": judged.engine, "device": ", ".join(g.name for g in survey().gpus)}
     found: list[dict[str, Any]] = []
-    logits: dict[Any, Any] = {}
-    for label, make in engines:
-        engine = make()
-        for precision in options.precision or ["int4-bf16"]:
-            real, graphs = "alone" not in label, not options.no_graphs
-            with contextlib.redirect_stdout(plain_json.beside(options.json)):
-                found += measure(label, engine, options.file, precision, widths, logits, real, graphs)
-            if options.json != plain_json.PRINTED:
-                plain_json.give({**about, "lines": found}, options.json)
-        if hasattr(engine, "close"):
-            engine.close()
+    try:
+        config = k26.model(num_layers=options.layers, n_routed_experts=options.experts, vocab_size=options.vocab)
+        if not options.file.exists():
+            k26.write(options.file, config, lambda text: print(text, file=sys.stderr, flush=True))
+        logits: dict[str, Any] = {}
+        for label, engine, real in engines(options):
+            for precision in options.precision or ["int4-bf16"]:
+                with contextlib.redirect_stdout(plain_json.beside(options.json)):
+                    kept = logits if real else None
+                    found += measure(label, engine, options.file, precision, options.M or [1, 16], kept)
+                if options.json != plain_json.PRINTED:  # a run that is ended keeps what it had
+                    plain_json.give({**about, "lines": found}, options.json)
+            if hasattr(engine, "close"):
+                engine.close()
+    except (EngineError, OSError, ValueError) as error:
+        print(f"{parser.prog}: {error}", file=sys.stderr)
+        return INFRASTRUCTURE
     if options.json == plain_json.PRINTED:
         plain_json.give({**about, "lines": found}, options.json)
-    return 1 if any(entry["equal"] is False for entry in found) else 0
+    return FAILED if any(entry["equal"] is False for entry in found) else PASSED
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,6 +13,7 @@ from engine import create
 from harness.bench import clock, k26, ranks, step, targets, turns, work
 from harness.bench.ceilings import Ceilings
 from harness.bundles import ensure
+from harness.cells import FAILED, INFRASTRUCTURE, PASSED
 from harness.protocol import Decoded, DecodeRequest, Round, Session
 from refs import kdtr
 
@@ -146,7 +148,55 @@ def test_widths_are_held_to_each_others_bits(tmp_path: Path) -> None:
     path = tmp_path / "small.kdtr"
     k26.write(path, k26.model(**SMALL), lambda text: None, f32=False)
     kept: dict[str, Any] = {}
-    arguments = ("one", create("cpu"), path, "int4-bf16", [1, 4], kept, True)
+    arguments = ("one", create("cpu"), path, "int4-bf16", [1, 4], kept)
     assert [(line["M"], line["equal"]) for line in ranks.measure(*arguments)] == [(1, True), (4, True)]
     kept["int4-bf16"] = kept["int4-bf16"] ^ np.uint32(1)
     assert [line["equal"] for line in ranks.measure(*arguments)] == [False, False]
+    assert [line["equal"] for line in ranks.measure(*arguments[:-1], None)] == [None, None]
+
+
+@pytest.mark.parametrize(("bits", "status"), [([True, True], PASSED), ([True, False], FAILED)])
+def test_ranks_end_with_1_where_bits_differ(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, bits: list[bool], status: int
+) -> None:
+    """Every engine's lines stand in the record; a share alone is held to nobody's bits."""
+    equal = iter(bits)
+    asked = []
+
+    def measured(label: str, engine: Any, path: Path, precision: str, widths: Any, logits: Any) -> list[dict[str, Any]]:
+        asked.append((label, engine, precision, widths))
+        return [{"engine": label, "equal": None if logits is None else next(equal)}]
+
+    monkeypatch.setattr(ranks, "create", lambda device, ranks=1: f"{device} {ranks}")
+    monkeypatch.setattr(ranks, "CsrcEngine", lambda device, member: f"{device} {member}")
+    monkeypatch.setattr(ranks.share, "alone", lambda n: f"one of {n}")
+    monkeypatch.setattr(ranks, "measure", measured)
+    out = tmp_path / "ranks.json"
+    (tmp_path / "model").touch()
+    arguments = ["--file", str(tmp_path / "model"), "--ranks", "2", "--alone", "4", "-M", "1", "--json", str(out)]
+    assert ranks.main(arguments) == status
+    several = "2 ranks that share 0 GPU(s)"
+    assert [a[0] for a in asked] == ["one rank", "share of 4 ranks, alone", several]
+    assert [a[1] for a in asked] == ["cuda 1", "cuda:0 one of 4", "cuda 2"]
+    assert all(a[2:] == ("int4-bf16", [1]) for a in asked)
+    lines = json.loads(out.read_text())["lines"]
+    assert [line["equal"] for line in lines] == [bits[0], None, bits[1]]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--ranks", "0"], "'0' is no whole number from 1 on"),
+        (["-M", "0"], "'0' is no whole number from 1 on"),
+        (["--experts", "4"], "num_experts_per_tok"),
+    ],
+)
+def test_what_ranks_cannot_do_is_told_in_a_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
+) -> None:
+    try:
+        status = ranks.main(["--file", str(tmp_path / "model"), *arguments])
+    except SystemExit as end:
+        status = int(end.code or 0)
+    assert status == INFRASTRUCTURE
+    assert said in capsys.readouterr().err
