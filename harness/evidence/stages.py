@@ -7,7 +7,7 @@ the word ``python`` stands for the interpreter that runs them. Stages are tried 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -135,54 +135,65 @@ def _sanitizer(tool: str, seconds: float, *options: str) -> Stage:
 
 
 BUILT = ("build", "build-cpu", "bundles")
+MODULE, WORKERS = ("python", "-m"), ("-n", "8")
+K26 = ("--file", str(SCRATCH / "k26.kdtr"), "--layers", "8")
+WIDTHS = ("-M", "1", "-M", "16", "-M", "64")
+FAULTS = ("mutants", "--device", "cuda", "--workers", "14")
 
 
-def stages(device: str, gpus: int = 1) -> dict[str, Stage]:
-    """By name, in the order in which they are tried. ``device``: as `device_name` has it."""
-    module, workers = ("python", "-m"), ("-n", "8")
-    k26 = ("--file", str(SCRATCH / "k26.kdtr"), "--layers", "8")
-    widths = tuple(word for m in (1, 16, 64) for word in ("-M", str(m)))
-    several = f"ranks-{device}x{gpus}" if gpus > 1 else f"ranks-{device}-shared"
-    documented = tuple(word for name in tables.patterns() for word in ("--filter", name))
-    jit = tuple(word for name in PEERS for word in ("--filter", name))
-    faults = ("mutants", "--device", "cuda", "--workers", "14")
-    faults_record = SCRATCH / "mutants-cuda.json"
+def _filters(names: Sequence[str]) -> tuple[str, ...]:
+    return tuple(word for name in names for word in ("--filter", name))
+
+
+def _preparations() -> dict[str, Stage]:
     return {
         "build": Stage(_harness("build", "--device", "cuda"), 45, share=0.5, prepares=True),
         "build-cpu": Stage(_harness("build", "--device", "cpu"), 20, share=0.25, prepares=True),
         "bundles": Stage(_harness("bundles"), 25, share=0.25, prepares=True),
         "faults-build": Stage(
-            _harness(*faults, "--build-only", "--resume", "--out", str(faults_record)),
+            _harness(*FAULTS, "--build-only", "--resume", "--out", str(SCRATCH / "mutants-cuda.json")),
             260, needs=("build",), beside=True, prepares=True,
         ),
         "peers-build": Stage(
-            _harness("bench", "ops", "--device", "cuda", *jit, "--seconds", "0.001"),
+            _harness("bench", "ops", "--device", "cuda", *_filters(PEERS), "--seconds", "0.001"),
             95, needs=("build",), beside=True, prepares=True, module="humming",
         ),
         "scale-bundles": Stage(_harness("bundles", *SCALE), 300, beside=True, prepares=True),
-        "tests": _pytest("tests", 95, *OPERATIONS, *workers, needs=BUILT),
-        "engine": _pytest("engine", 30, "tests/engine", *workers, "-k", "cuda", needs=BUILT),
+    }  # fmt: skip
+
+
+def _first(device: str) -> dict[str, Stage]:
+    """What one window of ten minutes shows."""
+    return {
+        "tests": _pytest("tests", 95, *OPERATIONS, *WORKERS, needs=BUILT),
+        "engine": _pytest("engine", 30, "tests/engine", *WORKERS, "-k", "cuda", needs=BUILT),
         "matrix": _cells(f"cuda-{device}-ledger.json", device, 55, "-n", "6", needs=BUILT),
         "step": _pytest("step", 20, K26_STEP, "-n", "0", needs=BUILT),
         "bench": _writes(
             "bench-cuda.json", "bench", 220, *_harness("bench", "ops", "step", "--device", "cuda", "--k26", "384"),
-            *documented, "--seconds", "0.3", "--scratch", str(SCRATCH),
+            *_filters(tables.patterns()), "--seconds", "0.3", "--scratch", str(SCRATCH),
             needs=BUILT, after=("peers-build",), quiet=True, listed=True,
         ),
         "share": _writes(
-            f"share-{device}.json", "timeline", 35, *module, "harness.bench.timeline", *k26, *widths,
+            f"share-{device}.json", "timeline", 35, *MODULE, "harness.bench.timeline", *K26, *WIDTHS,
             "--share-of", "1", "--share-of", "2", needs=("build",), quiet=True,
         ),
         "pairs": _writes(
-            f"pairs-{device}.json", "pairs", 30, *module, "tests.cuda.pairs", needs=("build",), listed=True
+            f"pairs-{device}.json", "pairs", 30, *MODULE, "tests.cuda.pairs", needs=("build",), listed=True
         ),
+    }  # fmt: skip
+
+
+def _deeper(device: str) -> dict[str, Stage]:
+    """Ranks in one process, planted faults, real sizes, the sanitizers."""
+    return {
         "ranks-tests": _pytest("ranks-tests", 60, RANKS, "-n", "0", needs=BUILT, quiet=True),
         "faults": _writes(
-            "mutants-cuda.json", "faults", 90, *_harness(*faults, "--resume"),
+            "mutants-cuda.json", "faults", 90, *_harness(*FAULTS, "--resume"),
             to="out", needs=BUILT, after=("faults-build",), piecewise=True, listed=True,
         ),
         "broken": _writes(
-            f"broken-{device}.json", "broken", 90, *module, "tests.cuda.broken", "--workers", "12", "--resume",
+            f"broken-{device}.json", "broken", 90, *MODULE, "tests.cuda.broken", "--workers", "12", "--resume",
             needs=BUILT, piecewise=True, listed=True,
         ),
         "scale": _cells(
@@ -193,19 +204,25 @@ def stages(device: str, gpus: int = 1) -> dict[str, Stage]:
         "synccheck": _sanitizer("synccheck", 60),
         "initcheck": _sanitizer("initcheck", 60),
         "racecheck": _sanitizer("racecheck", 240, "--racecheck-report", "all"),
+    }  # fmt: skip
+
+
+def _others(device: str, several: str) -> dict[str, Stage]:
+    """The generic kernels, what bounds the others, and ranks."""
+    return {
         "tests-generic": _pytest(
-            "tests-generic", 120, *OPERATIONS, "tests/engine", *workers, "-k", "cuda", needs=BUILT, environment=GENERIC
+            "tests-generic", 120, *OPERATIONS, "tests/engine", *WORKERS, "-k", "cuda", needs=BUILT, environment=GENERIC
         ),
         "matrix-generic": _cells(
             f"cuda-{device}-generic-ledger.json", device, 30, "-n", "6", "-k", "bf16",
             needs=BUILT, environment=GENERIC,
         ),
         "latency": _writes(
-            f"cuda-{device}-latency.json", "latency", 20, *module, "tests.cuda.latency", "--profile",
+            f"cuda-{device}-latency.json", "latency", 20, *MODULE, "tests.cuda.latency", "--profile",
             needs=BUILT, quiet=True,
         ),
         "counters": _writes(
-            f"counters-{device}.json", "counters", 150, *module, "harness.bench.counters",
+            f"counters-{device}.json", "counters", 150, *MODULE, "harness.bench.counters",
             needs=("build",), quiet=True, tool="ncu",
         ),
         "acceptance": _writes(
@@ -214,7 +231,13 @@ def stages(device: str, gpus: int = 1) -> dict[str, Stage]:
         ),
         "ranks-matrix": _cells(f"{several}-ledger.json", device, 60, "-n", "0", "--ranks", "2", needs=BUILT),
         "ranks": _writes(
-            f"{several}-times.json", "ranks", 90, *module, "harness.bench.ranks", "--ranks", "2", *k26, *widths,
+            f"{several}-times.json", "ranks", 90, *MODULE, "harness.bench.ranks", "--ranks", "2", *K26, *WIDTHS,
             needs=("build",), after=("share",), quiet=True, gpus=2,
         ),
     }  # fmt: skip
+
+
+def stages(device: str, gpus: int = 1) -> dict[str, Stage]:
+    """By name, in the order in which they are tried. ``device``: as `device_name` has it."""
+    several = f"ranks-{device}x{gpus}" if gpus > 1 else f"ranks-{device}-shared"
+    return _preparations() | _first(device) | _deeper(device) | _others(device, several)
