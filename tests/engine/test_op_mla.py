@@ -105,6 +105,25 @@ def test_chain_against_the_direct_form(ops: Ops, dims: tuple[int, ...]) -> None:
     assert np.isnan(latent[70:]).all(), "a slot past the step's rows was written"
 
 
+@pytest.mark.parametrize("kv_len", [254, 65534])
+def test_positions_need_more_than_8_and_16_bits(ops: Ops, kv_len: int) -> None:
+    """Rows on both sides take the angles of their own positions, and lie in their own slots of the cache."""
+    a, m = Attention(DIMS[1], 4), 4
+    slots = kv_len + m
+    angle = np.random.default_rng(kv_len).random((slots, a.rope // 2)) * 6.28
+    a.cos_sin = np.stack([np.cos(angle), np.sin(angle)], -1).astype(np.float32)
+    q_lat, q_rope = ops.empty(m, a.heads, a.rank), ops.empty(m, a.heads, a.rope)
+    latent, k_rope = ops.empty(slots, a.rank), ops.empty(slots, a.rope)
+    ops.call(
+        "mla_prepare", a.dims, ops.tensor(a.q), ops.tensor(a.kv), ops.tensor(a.norm), EPS, ops.tensor(a.kv_b),
+        ops.tensor(a.cos_sin), q_lat, q_rope, latent, k_rope, ops.rows(chain(m)), ops.state(m, kv_len=kv_len),
+    )  # fmt: skip
+    close(q_rope.cpu().numpy(), np.stack([a.turned(a.q[i, :, a.nope :], kv_len + i) for i in range(m)]))
+    close(k_rope[kv_len:].cpu().numpy(), np.stack([a.turned(a.kv[i, a.rank :], kv_len + i) for i in range(m)]))
+    close(latent[kv_len:].cpu().numpy(), np.stack([a.latent(i) for i in range(m)]))
+    assert np.isnan(latent[:kv_len].cpu().numpy()).all(), "a slot before the step's rows was written"
+
+
 TREE = [-1, 0, 0, 1, 1, 2, 3, 6, 0]
 """A bushy tree: row 7 is four deep, row 8 is a late child of the root."""
 

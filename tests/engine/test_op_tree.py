@@ -355,21 +355,25 @@ def test_a_fault_accepts_nothing(ops: Ops) -> None:
     assert [got.state[f] for f in ("kv_len", "committed", "rounds")] == [20, 7, 2]
 
 
-@pytest.mark.parametrize("accepted", [[0], [0, 1, 2], [0, 2, 5], [0, 3, 4, 5, 6, 7, 8, 9], [0, 9], [0, 1, 5, 6]])
+PATHS = [[0], [0, 1, 2], [0, 2, 5], [0, 3, 4, 5, 6, 7, 8, 9], [0, 9], [0, 1, 5, 6], [0, *range(2, 65)]]
+"""Rows that were accepted; the last of them as many as the widest tree can give, one place behind where they belong."""
+
+
+@pytest.mark.parametrize("accepted", PATHS)
 def test_compaction(ops: Ops, accepted: list[int]) -> None:
     """Targets overlap sources; slots before and after are not touched; every layer."""
-    rng = np.random.default_rng(0)
-    latents, ropes = ([draw(rng, 40, w) for _ in range(3)] for w in (17, 6))
+    rng, rows = np.random.default_rng(0), max(10, accepted[-1] + 1)
+    latents, ropes = ([draw(rng, 30 + rows, w) for _ in range(3)] for w in (17, 6))
     on_device = [[ops.tensor(a) for a in group] for group in (latents, ropes)]
-    full = np.full(12, -9, np.int32)
+    full = np.full(rows + 2, -9, np.int32)
     full[: len(accepted)] = accepted
-    state = ops.state(10, base=21, n_accepted=len(accepted), kv_len=21 + len(accepted))
+    state = ops.state(rows, base=21, n_accepted=len(accepted), kv_len=21 + len(accepted))
     ops.call("kv_commit", *on_device, ops.tensor(full), state)
     for before, after in zip([*latents, *ropes], [*on_device[0], *on_device[1]], strict=True):
         want, got = before.copy(), after.cpu().numpy()
         n = len(accepted)
         want[21 : 21 + n] = before[[21 + r for r in accepted]]
-        live = [*range(21 + n), *range(31, 40)]  # what lies between is dead: rows that were not accepted
+        live = [*range(21 + n), *range(21 + rows, 30 + rows)]  # what lies between is dead: rows that were not accepted
         assert got[live].tobytes() == want[live].tobytes()
 
 
