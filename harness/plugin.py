@@ -199,7 +199,12 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
         session.exitstatus = INFRASTRUCTURE
 
 
-def pytest_terminal_summary(terminalreporter: Any, exitstatus: int, config: pytest.Config) -> None:
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_terminal_summary(
+    terminalreporter: Any, exitstatus: int, config: pytest.Config
+) -> Generator[None, object, object]:
+    """The last lines are those of the matrix, which say where to look: pytest lists a line for each that failed."""
+    result = yield
     run = config.stash.get(RUN, None)
     if run is not None and run.ledger is not None:
         terminalreporter.section("validation matrix")
@@ -211,3 +216,4 @@ def pytest_terminal_summary(terminalreporter: Any, exitstatus: int, config: pyte
         terminalreporter.write_line(f"kdtree: {config.stash[NOT_FOUND]}")
     elif run is None and exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED and config.getoption("keyword"):
         terminalreporter.write_line(f"kdtree: -k {config.getoption('keyword')!r} matches no cell and no test")
+    return result

@@ -211,6 +211,7 @@ def test_a_disk_that_is_full_at_the_end_is_a_line_and_status_3(run: Command, tmp
     assert "fp32-ar-block1-cpu: PASS, and not recorded: " in done.stdout
     assert "Traceback" not in done.stdout + done.stderr
     assert "The above exception" not in done.stdout
+    assert done.stdout.index("short test summary info") < done.stdout.index("validation matrix ===")
     assert "matrix: 1 cell expected on cpu" in done.stdout
 
 
