@@ -66,6 +66,42 @@ def test_slow_hosts_get_fewer() -> None:
     assert len(ran["slow"]) > len(ran["slower"]) > 0
 
 
+def test_a_batch_is_half_of_a_hosts_share_by_the_speeds_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By hand: cells a second are 2 for one host, 1 for another, and for the third, unknown, their mean."""
+    pool = Pool([f"c{i}" for i in range(100)], ["a", "b", "c"], anything)
+    sizes = []
+    for host, seconds in (("a", 4.5), ("b", 8.0)):
+        batch = pool.take(host)
+        sizes.append(len(batch))
+        pool.finish(host, [*batch, "of another's"], seconds)
+    assert sizes == [9, 8]  # a twelfth of 100, then of 91
+    batch = pool.take("c")
+    assert len(batch) == 7  # of 83
+    pool.finish("c", [], 5.0)
+    assert len(pool.take("c")) == 7, "a host that has finished nothing has shown no speed"
+    assert len(pool.take("a")) == 17  # 76 * 2 / (2 + 1 + 1.5) / 2
+    pool.finish("a", [], 0.0)
+    pool.leave("c")
+    assert len(pool.take("a")) == 28  # 83 * 2 / (2 + 1) / 2
+    monkeypatch.setattr("harness.remote.share.SHORTEST", 10.0)
+    assert len(pool.take("b")) == 10  # 55 / 3 / 2 would be less than ten seconds of work
+    pool.finish("b", [], 0.0)
+    monkeypatch.setattr("harness.remote.share.SHORTEST", 1000.0)
+    assert len(pool.take("b")) == 55
+
+
+def test_what_a_batch_did_not_finish_wakes_those_who_wait() -> None:
+    pool = Pool(["x"], ["a", "b"], anything)
+    pool.take("a")
+    got: list[list[str]] = []
+    thread = threading.Thread(target=lambda: got.append(pool.take("b")), daemon=True)
+    thread.start()
+    time.sleep(0.05)
+    pool.finish("a", [], 1.0)
+    thread.join(PATIENCE)
+    assert got == [["x"]]
+
+
 @pytest.mark.slow
 def test_a_dead_hosts_cells_go_to_the_others() -> None:
     cells = [f"c{i}" for i in range(200)]
