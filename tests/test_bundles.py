@@ -322,3 +322,43 @@ def test_the_commands_exit_statuses(
     with pytest.raises(SystemExit) as caught:
         bundles.main(["--unknown"])
     assert caught.value.code == 3
+
+
+def test_all_but_those_of_real_sizes_are_meant_where_none_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bundles, "_ensured", lambda wanted, *_: dict.fromkeys(wanted, tmp_path))
+    assert list(bundles.ensure(out=tmp_path)) == recipe.names()
+    assert not {"k26_slice", "k26_layer", "k26_bf16"} & set(bundles.ensure(out=tmp_path))
+    assert list(bundles.ensure([], tmp_path)) == []
+
+
+def test_a_side_process_makes_what_nobody_else_makes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What it cannot make it leaves to its parent, which meets the error itself."""
+    with (tmp_path / ".block1.lock").open("wb") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        assert bundles.main(["--worker", "--out", str(tmp_path), *QUICK]) == 0
+    assert visible(tmp_path) == ["budget0.kdtr"]
+    assert made(capsys.readouterr().out.splitlines()) == ["budget0"]
+    assert bundles.main(["--worker", "--out", str(tmp_path), "budget0"]) == 0
+    assert capsys.readouterr().out == "", "it is there"
+    pins = {**bundle_lock.read_lock()}
+    pins.pop("block1")
+    monkeypatch.setattr(bundles, "read_lock", lambda: pins)
+    assert bundles.main(["--worker", "--out", str(tmp_path), "block1"]) == 0
+    assert visible(tmp_path) == ["budget0.kdtr"]
+
+
+@pytest.mark.parametrize(("changed", "said"), [([], "0 changed\n"), (["a", "b"], "2 changed: a, b\n")])
+def test_the_command_that_pins_says_what_changed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], changed: list[str], said: str
+) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(bundles, "update_lock", lambda configs, say: asked.append(configs) or changed)
+    monkeypatch.setattr(bundles, "ensure", lambda configs, out, say: asked.append(configs) or {})
+    assert bundles.main(["--update-lock"]) == 0
+    assert bundles.main(["--update-lock", "block1"]) == 0
+    assert asked == [None, None, ["block1"], ["block1"]]
+    assert capsys.readouterr().err.endswith(f"bundles.lock: {said}")
