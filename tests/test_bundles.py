@@ -108,6 +108,32 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: p
         bundles.ensure(QUICK, tmp_path / "file" / "out")
 
 
+@pytest.mark.parametrize(
+    ("place", "remedy"),
+    [
+        ("", "No space left on device; --out names another folder"),
+        ("out/tiny.kdtr", "No space left on device; --out names another folder"),
+        ("refs/exact.py", r"refs/exact\.py: No space left on device$"),  # a source, which no other folder would help
+    ],
+)
+def test_what_the_system_refuses_is_told_by_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, remedy: str
+) -> None:
+    def refused(*_: Any) -> Any:
+        raise OSError(28, "No space left on device", *([str(tmp_path / place)] if place else []))
+
+    monkeypatch.setattr(bundles, "_ensured", refused)
+    with pytest.raises(BundleError, match=remedy):
+        bundles.ensure(QUICK, tmp_path / "out")
+
+    def unread(*_: Any) -> Any:
+        raise BrokenPipeError
+
+    monkeypatch.setattr(bundles, "_ensured", unread)
+    with pytest.raises(BrokenPipeError):
+        bundles.ensure(QUICK, tmp_path / "out")
+
+
 def test_other_sources_are_other_bundles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A change under refs/ is never answered with a bundle that was made before it."""
     monkeypatch.setenv("KDTREE_BUNDLES", str(tmp_path))
