@@ -53,7 +53,7 @@ class Line:
     by_turn: dict[str, list[float]]
     """Microseconds that each turn gave: ``own``, ``floor`` and peers."""
     card: dict[str, list[float]] = field(default_factory=dict)
-    """``before`` and ``after`` the measurements: a GPU's SM clock in MHz and its power in watts."""
+    """``before`` and ``after`` a hot case's measurements: a GPU's SM clock in MHz and its power in watts."""
     peer_errors: dict[str, str] = field(default_factory=dict)
     targets: dict[str, str] = field(default_factory=dict)
 
@@ -98,8 +98,8 @@ def measure(bench: Bench, case: Case, limits: Ceilings, present: Sequence[Peer],
     def rest() -> None:
         if served or bench.device == "cuda":
             time.sleep(how.rest_s)
-        if not card:
-            card["before"] = turns.card(bench.device)
+        if how.each and not card:
+            card["before"] = turns.card()
 
     sides = {OWN: turns.Side(ours)}  # first: it draws the experts whose bytes the floor reads
     if bench.device == "cuda":
@@ -107,7 +107,8 @@ def measure(bench: Bench, case: Case, limits: Ceilings, present: Sequence[Peer],
     sides[FLOOR] = turns.Side(lambda: limits.floor_us(work.of(case, made.distinct()).bytes))
     sides |= {peer.name: guest(peer) for peer in present}
     by_turn, errors = turns.take(how, sides, rest)
-    card["after"] = turns.card(bench.device)
+    if how.each:
+        card["after"] = turns.card()
     return _line(bench.device, case, limits, made, how, own, by_turn, errors, card)
 
 
