@@ -217,12 +217,16 @@ def test_updating_the_lock_says_what_changed(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setenv("KDTREE_BUNDLES", str(tmp_path))
     lock = tmp_path / "bundles.lock"
     pins = bundle_lock.read_lock()
-    kept = {"budget0": pins["budget0"], "of a config that is gone": pins["tiny"]}
+    kept = {name: pins[name] for name in ("budget0", "k26_slice")} | {"of a config that is gone": pins["tiny"]}
     lock.write_text(json.dumps({"bundles": {**kept, "block1": {**pins["block1"], "sha256": "00"}}}))
     monkeypatch.setattr(bundles, "LOCK", lock)
     monkeypatch.setattr(bundles, "read_lock", lambda: bundle_lock.read_lock(lock))
     assert bundles.update_lock(["block1"]) == ["block1", "of a config that is gone"]
-    assert bundle_lock.read_lock(lock) == {name: pins[name] for name in QUICK}
+    assert bundle_lock.read_lock(lock) == {name: pins[name] for name in (*QUICK, "k26_slice")}
+    text = lock.read_text()
+    lock.unlink()
+    assert bundles.update_lock(["block1"]) == ["block1"], "the first pins of all"
+    lock.write_text(text)
     lines: list[str] = []
     assert bundles.ensure(["block1"], say=lines.append)["block1"].is_file()
     assert not lines
