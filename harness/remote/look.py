@@ -115,7 +115,7 @@ def _gpus(host: Host, facts: dict[str, Any]) -> Iterator[Finding]:
         remedy = "hosts.yaml says nothing of them, so they are not used: add gpus and architectures"
     elif len(gpus) != host.gpus.count or any(host.gpus.kind not in gpu["name"] for gpu in gpus):
         remedy = f"hosts.yaml says {host.gpus.count} x {host.gpus.kind}: correct gpus there, or look after the box"
-    elif lacking := sorted({gpu["compute_cap"] for gpu in gpus} - set(host.capabilities)):
+    elif lacking := sorted({gpu["compute_cap"] for gpu in gpus} - {known.rstrip("af") for known in host.capabilities}):
         remedy = f"architectures in hosts.yaml lack {', '.join(lacking)}"
     yield Finding("GPUs", text, remedy)
     if host.gpus:
