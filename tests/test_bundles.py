@@ -280,13 +280,18 @@ def test_who_waits_says_so_and_goes_on_when_the_owner_dies(tmp_path: Path) -> No
         assert owner.stdout is not None
         assert owner.stdout.readline() == "held\n"
         lines: list[str] = []
+        litter = tmp_path / ".block1.kdtr.abc.part"
+        litter.touch()
 
         def say(line: str) -> None:
             lines.append(line)
             if "waiting" in line:
                 owner.kill()
+            if " made in " in line:
+                assert held(tmp_path / ".block1.lock"), "now it is the maker's"
 
         bundles.ensure(["block1"], tmp_path, say=say)
+    assert not litter.exists()
     assert any("block1 is being made by another process; waiting" in line for line in lines)
     assert made(lines) == ["block1"]
 
