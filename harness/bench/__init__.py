@@ -14,4 +14,9 @@ It measures and reports; it never asserts a target. One job a module:
 * ``targets``   the ratios that this project aims at
 * ``ops``, ``step``, ``project``  the three measurements
 * ``plot``      share of the roofline per case, as SVG
+* ``k26``       a model of K2.6's sizes with random weights
+* ``tables``    the documents' tables, made from CUDA's record
+
+Beside the command, each a program of its own: ``counters`` (Nsight Compute), ``timeline`` (what a launch costs),
+``ranks`` (several GPUs; ``share`` is one rank's part alone), ``collectives`` (exchanges).
 """

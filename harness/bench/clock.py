@@ -25,7 +25,7 @@ class MeasureError(Exception):
 
 @dataclass(frozen=True)
 class Timing:
-    """Microseconds: the median of ``samples`` calls, its quartiles and the fastest."""
+    """The median of ``samples`` calls, its quartiles and the fastest: microseconds, in `project` seconds."""
 
     us: float
     q1: float

@@ -82,7 +82,7 @@ def _parser() -> Parser:
         help="step: also a model of K2.6's sizes, 1 dense and 3 MoE layers, so many experts (384: 30 GB of the GPU)",
     )
     parser.add_argument("--scratch", type=Path, metavar="DIR", help="where that file lies meanwhile (default: TMPDIR)")
-    parser.add_argument("--runs", type=int, default=3, help="project: of each command (default: 3)")
+    parser.add_argument("--runs", type=positive, default=3, help="project: of each command (default: 3)")
     parser.add_argument("--full", action="store_true", help="project: also nox -s test")
     return parser
 
@@ -197,8 +197,6 @@ def main(argv: Sequence[str]) -> int:
     unknown = [name for name in wanted if name not in WHAT]
     if unknown:
         parser.error(f"{unknown[0]!r} is none of {', '.join(WHAT)}")
-    if options.runs < 1:
-        parser.error(f"--runs {options.runs} is below 1")
     if options.k26 is not None and options.k26 < EXPERTS_CHOSEN:
         parser.error(f"--k26 {options.k26} is below the {EXPERTS_CHOSEN} experts that a token chooses")
     from harness.bench.cases import cases, choose

@@ -109,7 +109,7 @@ def kernels(rows: Iterable[dict[str, str]], owner: dict[int, str]) -> list[dict[
 
 
 def measure(names: Sequence[str]) -> list[dict[str, Any]]:
-    """Raises CountersError."""
+    """Figures of every kernel that these cases launch. Raises CountersError."""
     ncu = shutil.which("ncu")
     if ncu is None:
         raise CountersError("ncu, Nsight Compute's command line, is not on PATH; it comes with the CUDA toolkit")

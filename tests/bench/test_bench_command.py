@@ -57,7 +57,7 @@ def test_ops_and_step_write_json_and_a_plot(tmp_path: Path, capsys: pytest.Captu
         (["step", "--filter", "tiny-linear"], "chooses nothing"),
         (["--k26", "7"], "--k26 7"),
         (["speed"], "'speed' is none of"),
-        (["--runs", "0"], "--runs 0"),
+        (["--runs", "0", "--list"], "'0' is no whole number from 1 on"),
         (["--seconds", "0"], "not above 0"),
         (["--width", "1"], "below 2"),
         (["step", "--plot", "out.svg"], "--plot shows operations, and none is chosen"),
