@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
+import pytest
 
 from engine.library import library, named_errors
 from harness.environment import survey
@@ -66,6 +67,26 @@ class Rows:
     def ancestors(self, row: int) -> list[int]:
         """The rows from the root to ``row``, itself included."""
         return [*(self.ancestors(int(self.parents[row])) if self.parents[row] >= 0 else []), row]
+
+
+def within(got: F32, want: Array, bound: Array | float, what: str) -> None:
+    """Fail with the worst element of ``what``, by how much it is off, and how many are, if one is beyond ``bound``.
+
+    ``bound`` is a number, or one for each element; NaN is beyond any.
+    """
+    __tracebackhide__ = True
+    assert got.dtype == np.float32, f"{what}: {got.dtype}"
+    assert got.shape == want.shape, f"{what}: shape {got.shape}, wanted {want.shape}"
+    allowed = np.broadcast_to(bound, want.shape)
+    apart = np.abs(got.astype(np.float64) - want)
+    beyond = ~(apart <= allowed)
+    if beyond.any():
+        at = np.unravel_index(np.argmax(np.where(np.isnan(apart), np.inf, apart / allowed)), want.shape)
+        first, place = int(np.argwhere(beyond)[0][0]), ", ".join(map(str, at))
+        pytest.fail(
+            f"{what}: {beyond.sum()} of {want.size} elements beyond the bound, from {first} on, worst at [{place}]: "
+            f"got {got[at]:.9g}, want {want[at]:.9g}, off by {apart[at]:.3g}, allowed {allowed[at]:.3g}"
+        )
 
 
 def chain(m: int) -> Rows:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from engine_ops import F32, RESIDUAL, SILU_MUL, STORE, Array, Ops
+from engine_ops import F32, RESIDUAL, SILU_MUL, STORE, Array, Ops, within
 
 from engine.library import library
 from harness.protocol import DeviceError
@@ -44,11 +44,7 @@ def normed(x: F32, w: F32, eps: float) -> Array:
 
 def close(got: F32, want: Array, terms: Array) -> None:
     """Within the rounding of a sum of these terms: 2^-23 of their magnitudes' sum, times a small constant."""
-    assert got.dtype == np.float32
-    assert np.isfinite(got).all()
-    bound = 4e-7 * terms + 1e-12
-    worst = np.unravel_index(np.argmax(np.abs(got - want) / bound), got.shape)
-    assert (np.abs(got - want) <= bound).all(), f"{worst}: got {got[worst]}, want {want[worst]} within {bound[worst]}"
+    within(got, want, 4e-7 * terms + 1e-12, "linear, [row, output]")
 
 
 @pytest.mark.parametrize(("m", "n", "k"), SHAPES + LONG)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from engine_ops import F32, Array, Ops, Rows, chain
+from engine_ops import F32, Array, Ops, Rows, chain, within
 
 from engine.library import library
 
@@ -85,10 +85,9 @@ class Layer:
         return self.latent.cpu().numpy(), self.k_rope.cpu().numpy()
 
 
-def close(got: F32, want: Array) -> None:
-    assert np.isfinite(got).all()
-    bound = 2e-5 * (np.abs(want).max() + 1)
-    assert np.abs(got - want).max() <= bound, f"{np.abs(got - want).max()} > {bound}"
+def close(got: F32, want: Array, what: str) -> None:
+    __tracebackhide__ = True
+    within(got, want, 2e-5 * (np.abs(want).max() + 1), what)
 
 
 @pytest.mark.parametrize("dims", DIMS)
@@ -97,11 +96,11 @@ def test_chain_against_the_direct_form(ops: Ops, dims: tuple[int, ...]) -> None:
     a = Attention(dims, 70)
     layer = Layer(ops, a, 72)
     got = layer.step(range(70), chain(70), 0)
-    for row in (0, 1, 2, 31, 62, 63, 64, 65, 69):
-        close(got["o"][row], a.want(range(row + 1)))
     latent, k_rope = layer.cached()
-    close(latent[:70], np.stack([a.latent(t) for t in range(70)]))
-    close(k_rope[:70], np.stack([a.turned(a.kv[t, a.rank :], t) for t in range(70)]))
+    close(latent[:70], np.stack([a.latent(t) for t in range(70)]), "latent, [slot, element]")
+    close(k_rope[:70], np.stack([a.turned(a.kv[t, a.rank :], t) for t in range(70)]), "k_rope, [slot, element]")
+    for row in (0, 1, 2, 31, 62, 63, 64, 65, 69):
+        close(got["o"][row], a.want(range(row + 1)), f"o of row {row}, [head, element]")
     assert np.isnan(latent[70:]).all(), "a slot past the step's rows was written"
 
 
@@ -118,9 +117,11 @@ def test_positions_need_more_than_8_and_16_bits(ops: Ops, kv_len: int) -> None:
         "mla_prepare", a.dims, ops.tensor(a.q), ops.tensor(a.kv), ops.tensor(a.norm), EPS, ops.tensor(a.kv_b),
         ops.tensor(a.cos_sin), q_lat, q_rope, latent, k_rope, ops.rows(chain(m)), ops.state(m, kv_len=kv_len),
     )  # fmt: skip
-    close(q_rope.cpu().numpy(), np.stack([a.turned(a.q[i, :, a.nope :], kv_len + i) for i in range(m)]))
-    close(k_rope[kv_len:].cpu().numpy(), np.stack([a.turned(a.kv[i, a.rank :], kv_len + i) for i in range(m)]))
-    close(latent[kv_len:].cpu().numpy(), np.stack([a.latent(i) for i in range(m)]))
+    turned = np.stack([a.turned(a.q[i, :, a.nope :], kv_len + i) for i in range(m)])
+    close(q_rope.cpu().numpy(), turned, "q_rope, [row, head, element]")
+    turned = np.stack([a.turned(a.kv[i, a.rank :], kv_len + i) for i in range(m)])
+    close(k_rope[kv_len:].cpu().numpy(), turned, "k_rope, [row, element]")
+    close(latent[kv_len:].cpu().numpy(), np.stack([a.latent(i) for i in range(m)]), "latent, [row, element]")
     assert np.isnan(latent[:kv_len].cpu().numpy()).all(), "a slot before the step's rows was written"
 
 
@@ -140,7 +141,7 @@ def test_tree_sees_ancestors_alone(ops: Ops, dims: tuple[int, ...], committed: i
     got = layer.step(range(committed, committed + len(TREE)), rows, committed)
     for row in range(len(TREE)):
         path = [*range(committed), *(committed + r for r in rows.ancestors(row))]
-        close(got["o"][row], a.want(path))
+        close(got["o"][row], a.want(path), f"o of row {row}, [head, element]")
 
 
 @pytest.mark.parametrize("dims", [DIMS[1], DIMS[3]])
@@ -202,7 +203,7 @@ def test_large_scores_neither_overflow_nor_vanish(ops: Ops) -> None:
     for at in range(0, 200, 50):
         got = layer.step(range(at, at + 50), chain(50), at)
         want = a.want(range(at + 50))
-        assert np.abs(got["o"][-1] - want).max() <= 1e-3 * (np.abs(want).max() + 1)
+        within(got["o"][-1], want, 1e-3 * (np.abs(want).max() + 1), f"o of row {at + 49}, [head, element]")
 
 
 def test_threads_and_instruction_sets_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from engine_ops import F32, Array, Ops
+from engine_ops import F32, Array, Ops, within
 from test_op_linear import draw, int4, normed
 
 from engine.library import library
@@ -168,7 +168,7 @@ def test_experts(ops: Ops, kind: str, sizes: tuple[int, int, int, int, int, int]
     out, _, _ = case.run(ops)
     for row in range(len(case.x)):
         want = case.want(row)
-        assert np.abs(out[row] - want).max() <= 3e-5 * (np.abs(want).max() + 1), row
+        within(out[row], want, 3e-5 * (np.abs(want).max() + 1), f"experts, row {row}, [element]")
     assert ops.counters().get("experts_int4" if kind == "int4" else "experts_f32") == 1
     assert ops.counters().get("experts_f32" if kind == "int4" else "experts_int4") is None
 
@@ -232,7 +232,7 @@ def test_all_rows_on_one_expert(ops: Ops, kind: str) -> None:
     out = case.run(ops)[0]
     for row in (0, 1, 31, 63, 64):
         want = case.want(row)
-        assert np.abs(out[row] - want).max() <= 3e-5 * (np.abs(want).max() + 1)
+        within(out[row], want, 3e-5 * (np.abs(want).max() + 1), f"experts, row {row}, [element]")
 
 
 @pytest.mark.parametrize("kind", ["f32", "int4"])
