@@ -14,11 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from harness.files import said
 from harness.sources import ROOT
-from harness.yaml_nodes import SAFE
+from harness.yaml_nodes import YamlError, parsed
 
 CONFIGS = ROOT / "refs" / "configs"
 PRECISIONS = ("fp32", "int4", "bf16", "int4-bf16")
@@ -86,14 +84,16 @@ def parse(id: str) -> Point:
 
 
 @functools.lru_cache(maxsize=64)  # of more files than there are configs, each looked at a dozen times a run
-def _parsed(text: str) -> Any:
-    return yaml.load(text, SAFE)
+def _parsed(text: str, path: Path) -> Any:
+    return parsed(text, path)
 
 
 def _config(path: Path) -> dict[str, Any]:
     try:
-        content = _parsed(path.read_text("utf-8"))
-    except (OSError, ValueError, yaml.YAMLError) as error:
+        content = _parsed(path.read_text("utf-8"), path)
+    except YamlError as error:
+        raise MatrixError(str(error)) from None
+    except (OSError, ValueError) as error:
         raise MatrixError(said(error) if isinstance(error, OSError) else f"{path}: {error}") from None
     if not isinstance(content, dict) or not isinstance(content.setdefault("run", {}), dict):
         raise MatrixError(f"{path}: run: not a mapping")

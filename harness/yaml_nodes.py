@@ -1,4 +1,4 @@
-"""Reading YAML strictly: values from its nodes, so that every complaint has a line. Nothing is constructed from tags.
+"""Reading YAML strictly: no key twice, and values from nodes where every complaint is to have a line.
 
 A complaint is a YamlError, or a subclass of it, ``FILE:LINE: FIELD: reason``.
 """
@@ -7,21 +7,57 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Callable, Hashable, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import yaml
+from yaml.constructor import ConstructorError
 
 T = TypeVar("T")
 
-SAFE = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-"""libyaml's loader where PyYAML was built with it: a tenth of the time."""
+if TYPE_CHECKING:
+    from yaml import SafeLoader as Safe
+else:  # libyaml's where PyYAML was built with it: a tenth of the time
+    Safe = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 _SECRET = re.compile(r"passw|passphrase|secret|(^|_)token(_|$)|api_?key|private_?key|credential", re.IGNORECASE)
 
 
 class YamlError(Exception):
     """The file is not what it should be."""
+
+
+class Strict(Safe):
+    """A loader for which a key that is given twice is a mistake; PyYAML takes the last one without a word."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        seen: set[Hashable] = set()
+        for key, _ in node.value:
+            name = self.construct_object(key, deep=True)
+            if not isinstance(name, Hashable):
+                break  # PyYAML itself complains of it
+            if name in seen:
+                raise ConstructorError(None, None, f"{name!r} is given twice", key.start_mark)
+            seen.add(name)
+        fields: dict[Hashable, Any] = super().construct_mapping(node, deep)
+        return fields
+
+
+def parsed(text: str, file: object, loader: type[yaml.SafeLoader] = Strict) -> Any:
+    """The content of a file. Raises YamlError ``FILE:LINE: reason``."""
+    try:
+        return yaml.load(text, loader)
+    except (ValueError, yaml.YAMLError) as error:
+        raise YamlError(located(error, file)) from None
+
+
+def located(error: Exception, file: object) -> str:
+    """``FILE:LINE: reason`` of what PyYAML complains of."""
+    kind = "" if isinstance(error, ConstructorError) else "not YAML: "
+    if not isinstance(error, yaml.MarkedYAMLError):
+        return f"{file}: {kind}{' '.join(str(error).split())}"
+    mark = error.problem_mark or error.context_mark
+    return f"{file}:{mark.line + 1 if mark else 1}: {kind}{error.problem or error.context}"
 
 
 def looks_secret(name: str) -> bool:

@@ -7,16 +7,15 @@ is described in ``docs/gate.md``; everything it does not allow is an error that 
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable
 from dataclasses import dataclass, fields
 from datetime import date, datetime
 from pathlib import Path
-from typing import Any
 
 import yaml
 
 from harness.cells import Verdict
 from harness.matrix import MatrixError, parse
+from harness.yaml_nodes import Strict, YamlError, parsed
 
 _LINK = re.compile(r"https?://[^\s/]+/\S+")
 
@@ -39,26 +38,18 @@ class Waiver:
     """The last day on which it holds, in UTC."""
 
 
-class _Strict(yaml.SafeLoader):
-    """YAML in which a key cannot occur twice, of which PyYAML would take the last without a word. What looks like a day
-    and is none stays text, so that its field is named."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-        for key in keys:
-            if keys.count(key) > 1:
-                raise yaml.constructor.ConstructorError(None, None, f"{key!r} occurs twice", node.start_mark)
-        return super().construct_mapping(node, deep)
+class _Days(Strict):
+    """What looks like a day and is none stays text, so that its field is named."""
 
 
-def _day(loader: _Strict, node: yaml.ScalarNode) -> object:
+def _day(loader: _Days, node: yaml.ScalarNode) -> object:
     try:
         return loader.construct_yaml_timestamp(node)
     except ValueError:
         return loader.construct_scalar(node)
 
 
-_Strict.add_constructor("tag:yaml.org,2002:timestamp", _day)
+_Days.add_constructor("tag:yaml.org,2002:timestamp", _day)
 
 
 def _waiver(entry: object, where: str) -> Waiver:
@@ -86,11 +77,13 @@ def _waiver(entry: object, where: str) -> Waiver:
 def load(path: Path) -> tuple[Waiver, ...]:
     """The waivers of a file. Raises WaiverError."""
     try:
-        content = yaml.load(path.read_text("utf-8"), _Strict)
+        content = parsed(path.read_text("utf-8"), path, _Days)
     except OSError as error:
         raise WaiverError(f"{path}: {error.strerror}; no waivers at all are the line `waivers: []`") from None
-    except (ValueError, yaml.YAMLError) as error:
-        raise WaiverError(f"{path}: {' '.join(str(error).split())}") from None
+    except YamlError as error:
+        raise WaiverError(str(error)) from None
+    except ValueError as error:
+        raise WaiverError(f"{path}: {error}") from None
     if not isinstance(content, dict) or set(content) != {"waivers"} or not isinstance(content["waivers"], list):
         raise WaiverError(f"{path}: waivers: has to be a list, and nothing else may stand in the file")
     waivers = tuple(_waiver(entry, f"{path}: waivers[{i}]") for i, entry in enumerate(content["waivers"]))

@@ -15,10 +15,8 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from harness.sources import ROOT
-from harness.yaml_nodes import SAFE
+from harness.yaml_nodes import YamlError, parsed
 
 FAULTS = ROOT / "harness" / "mutants" / "faults"
 CSRC = ROOT / "csrc"
@@ -78,8 +76,10 @@ def load(folder: Path = FAULTS) -> list[Fault]:
 
 def _read(path: Path) -> Iterator[Fault]:
     try:
-        entries = yaml.load(path.read_text("utf-8"), SAFE)
-    except (OSError, ValueError, yaml.YAMLError) as error:
+        entries = parsed(path.read_text("utf-8"), path)
+    except YamlError as error:
+        raise CatalogueError(str(error)) from None
+    except (OSError, ValueError) as error:
         raise CatalogueError(f"{path}: {error}") from None
     if not isinstance(entries, list):
         raise CatalogueError(f"{path}: not a list of faults")

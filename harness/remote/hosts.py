@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from harness.yaml_nodes import Reader, YamlError, found, looks_secret
+from harness.yaml_nodes import Reader, YamlError, found, located, looks_secret
 
 DEFAULT_LOCK = "/tmp/kdtree-engine.lock"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -175,11 +175,8 @@ def parse(text: str, file: str = "hosts.yaml") -> dict[str, Host]:
     reader = _HostReader(file)
     try:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        raise HostsError(f"{file}:{mark.line + 1 if mark else 1}: not YAML: {error.problem or error.context}") from None
     except yaml.YAMLError as error:
-        raise HostsError(f"{file}: not YAML: {error}") from None
+        raise HostsError(located(error, file)) from None
     if root is None:
         raise HostsError(f"{file}:1: hosts: missing; the file is empty")
     top = reader.mapping(root, "file")

@@ -22,8 +22,6 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from harness.cells import FAILED, INFRASTRUCTURE, PASSED
 from harness.files import write_atomic
 from harness.filters import matcher
@@ -32,7 +30,7 @@ from harness.mutants.build import CompileError, Workshop
 from harness.mutants.catalogue import Edit, Fault, load, plant
 from harness.mutants.command import home
 from harness.sources import ROOT, describe
-from harness.yaml_nodes import SAFE
+from harness.yaml_nodes import parsed
 
 HERE = Path(__file__).parent
 BREAKS = HERE / "breaks.yaml"
@@ -76,7 +74,7 @@ def breaks(path: Path = BREAKS) -> list[Break]:
     """All of them. Raises ValueError for an entry that is none, KeyError for a fault that the catalogue has not."""
     faults = {fault.name: fault for fault in load()}
     found = []
-    for at, entry in enumerate(yaml.load(path.read_text("utf-8"), SAFE)):
+    for at, entry in enumerate(parsed(path.read_text("utf-8"), path)):
         unknown = set(entry) - {"fault", "says", "edits", "tests", "pairs", "checkout"}
         if unknown or ("fault" in entry) == ("edits" in entry):
             raise ValueError(f"{path.name}: entry {at}: needs a fault or edits, and tests or pairs: {sorted(entry)}")

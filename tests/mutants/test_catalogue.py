@@ -99,6 +99,14 @@ def test_two_of_one_name_and_none_at_all(tmp_path: Path) -> None:
         load(tmp_path / "nowhere")
 
 
+def test_a_field_given_twice_is_named(tmp_path: Path) -> None:
+    """PyYAML alone would plant the second edit and forget the first."""
+    path = write(tmp_path, FINE) / "odd.yaml"
+    path.write_text(f"{path.read_text()}  edits: []\n")
+    with pytest.raises(CatalogueError, match=r"odd\.yaml:[0-9]+: 'edits' is given twice"):
+        load(tmp_path)
+
+
 def test_drift_names_the_fault_and_the_text(tmp_path: Path) -> None:
     (tmp_path / "a.cpp").write_text("one two two\n")
     for find, times, found in (("gone", 1, 0), ("two", 1, 2), ("one", 2, 1)):
