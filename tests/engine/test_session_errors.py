@@ -283,7 +283,7 @@ def test_a_session_outlives_a_token_that_breaks_it(device: str, tiny: Path, tmp_
     bad = next(t for t in range(bundle.vocab) if t not in (*bundle.prompt, *bundle.tokens("fp32")))
     hidden = int(bundle.file.fields["hidden_size"])
     broken = poisoned(tiny, tmp_path / "broken.kdtr", "embed.w", bad * hidden + 3)
-    with engine.create(device).load(broken, "fp32", poison=True) as session:
+    with engine.create(device).load(broken, "fp32", max_rows=4, poison=True) as session:
         want = session.decode(bundle.request()).tokens
         assert list(want) == bundle.tokens("fp32")
         with pytest.raises(protocol.NonFiniteError, match=r"decode|prefill"):
@@ -298,4 +298,7 @@ def test_a_session_outlives_a_token_that_breaks_it(device: str, tiny: Path, tmp_
             session.step(bad)
         with pytest.raises(protocol.NonFiniteError, match="row 1"):
             session.verify([7, bad], [-1, 0])
+        with pytest.raises(protocol.NonFiniteError):  # in the second piece, of which the first is taken back too
+            session.prefill([7, 7, 7, 7, bad])
+        assert session.length == len(bundle.prompt)
         assert session.step(7).tobytes() == logits.tobytes()
