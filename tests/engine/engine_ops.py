@@ -11,6 +11,7 @@ import numpy.typing as npt
 import pytest
 
 from engine.library import library, named_errors
+from harness.compare import bits
 from harness.environment import survey
 
 if TYPE_CHECKING:  # conftest.py, which every run reads first, needs devices() alone
@@ -87,6 +88,13 @@ def within(got: F32, want: Array, bound: Array | float, what: str) -> None:
             f"{what}: {beyond.sum()} of {want.size} elements beyond the bound, from {first} on, worst at [{place}]: "
             f"got {got[at]:.9g}, want {want[at]:.9g}, off by {apart[at]:.3g}, allowed {allowed[at]:.3g}"
         )
+
+
+def same_bits(got: Array, want: Array, what: str) -> None:
+    """Fail with the first element of ``what`` that is not equal in every bit, and how many are not."""
+    __tracebackhide__ = True
+    if not (found := bits(what, got, want, what)).ok:
+        pytest.fail(found.detail)
 
 
 def chain(m: int) -> Rows:

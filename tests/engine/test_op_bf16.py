@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-from engine_ops import F32, RESIDUAL, SILU_MUL, STORE, Array, Ops, Rows, chain
+from engine_ops import F32, RESIDUAL, SILU_MUL, STORE, Array, Ops, Rows, chain, same_bits
 from test_op_linear import draw, int4, normed
 
 from engine.library import library
@@ -151,7 +151,7 @@ def test_rows_threads_and_instruction_sets_do_not_show(monkeypatch: pytest.Monke
                 whole = linear(ops, given, [w], [s], norm, STORE, np.zeros((65, 60), np.float32))
                 for m in (1, 2, 3, 4, 5, 8, 9, 17, 33, 64):
                     part = linear(ops, given[:m], [w], [s], norm, STORE, np.zeros((m, 60), np.float32))
-                    assert part.tobytes() == whole[:m].tobytes(), f"width {m}"
+                    same_bits(part, whole[:m], f"linear at width {m}, [row, output]")
                 results.add((norm is None, whole.tobytes()))
     assert len(results) == 2
 
@@ -225,7 +225,7 @@ def test_moe(ops: Ops, kind: str, m: int, dim: int, inner: int, experts: int, k:
     for rows in (slice(0, 1), slice(0, 2), slice(1, 4), slice(3, m)):
         part = case.run(ops, rows)
         for mine, other in zip(part, (out, act, shared_act), strict=True):
-            assert mine.tobytes() == other[rows].tobytes()
+            same_bits(mine, other[rows], "experts of some rows, [row, element]")
 
 
 @pytest.mark.parametrize("kind", ["bf16", "int4"])
@@ -388,9 +388,9 @@ def test_a_tree_has_the_bits_of_its_chains(ops: Ops, dims: tuple[int, ...], comm
     for depth, row in enumerate(path):
         alone = layer.step([committed + row], chain(1), committed + depth)
         for name, values in alone.items():
-            assert values[0].tobytes() == got[name][row].tobytes(), f"{name} of row {row}"
+            same_bits(values[0], got[name][row], f"{name} of row {row}")
     for mine, other in zip(layer.cached(), compacted, strict=True):
-        assert mine[: committed + len(path)].tobytes() == other[: committed + len(path)].tobytes()
+        same_bits(mine[: committed + len(path)], other[: committed + len(path)], "the cache, [slot, element]")
 
 
 def test_embedding_is_widened(ops: Ops) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from engine_ops import F32, RESIDUAL, SILU_MUL, STORE, Array, Ops, within
+from engine_ops import F32, RESIDUAL, SILU_MUL, STORE, Array, Ops, same_bits, within
 
 from engine.library import library
 from harness.protocol import DeviceError
@@ -144,12 +144,12 @@ def test_rows_do_not_depend_on_each_other(ops: Ops, kind: str, n: int, k: int) -
     whole = ops.linear(x, w, scales=s, norm=g)[0]
     for m in range(1, 66):
         part = ops.linear(x[:m], w, scales=s, norm=g)[0]
-        assert part.tobytes() == whole[:m].tobytes(), f"width {m}"
+        same_bits(part, whole[:m], f"linear at width {m}, [row, output]")
     turned = ops.linear(np.ascontiguousarray(x[::-1]), w, scales=s, norm=g)[0]
-    assert turned[::-1].tobytes() == whole.tobytes()
+    same_bits(turned[::-1], whole, "rows in reverse, [row, output]")
     broken = np.full_like(x, np.nan)
     broken[17] = x[17]
-    assert ops.linear(broken, w, scales=s, norm=g)[0][17].tobytes() == whole[17].tobytes()
+    same_bits(ops.linear(broken, w, scales=s, norm=g)[0][17], whole[17], "a row beside a broken one, [output]")
 
 
 def test_only_active_rows_are_written(ops: Ops) -> None:
@@ -209,4 +209,4 @@ def test_rms_norm(ops: Ops, dim: int) -> None:
     for m in range(1, 9):
         part = ops.empty(m, dim)
         ops.call("rms_norm", part, ops.tensor(x[:m]), ops.tensor(w), 1e-5, ops.state(m))
-        assert part.cpu().numpy().tobytes() == got[:m].tobytes()
+        same_bits(part.cpu().numpy(), got[:m], f"a part at width {m}, [row, output]")

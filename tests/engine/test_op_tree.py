@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
-from engine_ops import F32, Array, Ops, Rows
+from engine_ops import F32, Array, Ops, Rows, same_bits
 from test_op_linear import draw
 
 DRAFT_NON_FINITE = 3
@@ -374,7 +374,7 @@ def test_compaction(ops: Ops, accepted: list[int]) -> None:
         n = len(accepted)
         want[21 : 21 + n] = before[[21 + r for r in accepted]]
         live = [*range(21 + n), *range(21 + rows, 30 + rows)]  # what lies between is dead: rows that were not accepted
-        assert got[live].tobytes() == want[live].tobytes()
+        same_bits(got[live], want[live], "the cache, [live slot, element]")
 
 
 def test_record(ops: Ops) -> None:
@@ -385,7 +385,7 @@ def test_record(ops: Ops) -> None:
         ops.call("record", dst, ops.tensor(src), offset, ops.tensor(accepted), ops.state(8, committed=7, n_accepted=3))
         want = np.full((10, 5), 7.0, F)
         want[rows] = src[[0, 2, 7]][: len(rows)]
-        assert dst.cpu().numpy().tobytes() == want.tobytes()
+        same_bits(dst.cpu().numpy(), want, "recorded rows, [row, element]")
 
 
 def test_record_tree(ops: Ops) -> None:
@@ -407,5 +407,5 @@ def test_embed(ops: Ops) -> None:
     out = ops.empty(5, 7)
     ops.call("embed", out, ops.tensor(table), ops.rows(rows), ops.state(3))
     got = out.cpu().numpy()
-    assert got[:3].tobytes() == table[[10, 0, 4]].tobytes()
+    same_bits(got[:3], table[[10, 0, 4]], "embedding rows, [row, element]")
     assert np.isnan(got[3:]).all()

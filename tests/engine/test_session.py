@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from engine_files import Bundle
+from engine_ops import same_bits
 
 import engine
 from engine.session import CsrcEngine, CsrcSession
@@ -49,7 +50,7 @@ def test_trees_change_no_bit(
     assert tree.tokens == ar.tokens
     assert tree.logits is not None
     assert ar.logits is not None
-    assert tree.logits.tobytes() == ar.logits.tobytes()
+    same_bits(tree.logits, ar.logits, "DDTree's logits against AR's, [step, token]")
     assert sum(tree.accepted_per_round) == len(ar.tokens)
     assert tree.forwards == len(tree.rounds) == len(tree.accepted_per_round)
     for i, (latent, k_rope) in enumerate(cache):
@@ -71,11 +72,11 @@ def test_verify_commits_nothing_and_commit_commits_a_path(session: CsrcSession, 
     session.reset()
     session.prefill(bundle.prompt)
     want = [session.step(tokens[row]) for row in (0, 1, 3, 6)]
-    assert np.stack(want).tobytes() == got[[0, 1, 3, 6]].tobytes()
+    same_bits(np.stack(want), got[[0, 1, 3, 6]], "logits of a path step by step, [row, token]")
     for i, (latent, k_rope) in enumerate(caches):
         again = session.cache(i)
         assert (again[0].tobytes(), again[1].tobytes()) == (latent.tobytes(), k_rope.tobytes())
-    assert session.step(5).tobytes() == after.tobytes()
+    same_bits(session.step(5), after, "logits of a step, [token]")
 
 
 def test_stream_yields_what_decode_returns(session: CsrcSession, tiny2: Path, precision: str) -> None:
@@ -182,7 +183,7 @@ def test_taps(device: str, tiny2: Path, precision: str) -> None:
             logits = session.taps(tokens)
             assert set(logits) == {"embed", "logits", *(f"layers.{i}.out" for i in range(session.layers))}
             session.reset()
-            assert session.prefill(tokens).tobytes() == logits["logits"].tobytes()
+            same_bits(session.prefill(tokens), logits["logits"], "logits of a prefill, [row, token]")
     assert {k: v.tobytes() for k, v in found[0].items()} == {k: v.tobytes() for k, v in found[1].items()}
     dense = int(bundle.file.fields["first_k_dense"])
     for i in range(int(bundle.file.fields["num_layers"])):
