@@ -97,6 +97,7 @@ def test_whatever_is_not_known_to_be_right_is_made_again(tmp_path: Path, damage:
     assert made(lines) == ["block1"]
     kdtr.read(path, verify=True)
     assert bundle_lock.sha256(path) == bundle_lock.read_lock()["block1"]["sha256"]
+    bundles.ensure(["block1"], tmp_path, say=pytest.fail)
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
