@@ -219,16 +219,17 @@ class Other:
 
 
 @pytest.mark.parametrize(
-    ("others", "started", "interrupted", "trouble"),
+    ("hosts", "started", "interrupted", "trouble"),
     [
-        ([Other("", False, True), Other()], True, False, ""),
-        ([Other(), Other("its build")], False, False, "not started: another host of the rendezvous failed"),
-        ([Other("", False, KeyboardInterrupt())], False, True, ""),
+        ([("", False, True), ("",)], True, False, ""),
+        ([("",), ("its build",)], False, False, "not started: another host of the rendezvous failed"),
+        ([("", False, KeyboardInterrupt())], False, True, ""),
     ],
 )
 def test_the_first_host_begins_when_all_others_are_ready(
-    monkeypatch: pytest.MonkeyPatch, others: list[Other], started: bool, interrupted: bool, trouble: str
+    monkeypatch: pytest.MonkeyPatch, hosts: list[Any], started: bool, interrupted: bool, trouble: str
 ) -> None:
+    others = [Other(*host) for host in hosts]
     lead: Any = SimpleNamespace(trouble="", over=threading.Event())
     waited: list[Any] = []
     monkeypatch.setattr(actions, "_wait", lambda runs, stop: waited.extend(runs) or False)
