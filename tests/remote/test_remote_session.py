@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import struct
 import threading
 import zlib
@@ -239,6 +240,9 @@ def test_files_come_back_whole_in_place_of_what_was_there(session: Session, link
     into = tmp_path / "a" / "back"
     into.mkdir(parents=True)
     (into / "old").touch()
+    left = into.with_name(f".back.{os.getpid()}.partial")  # of a process that was killed and had this one's number
+    left.mkdir()
+    (left / "half").touch()
     link.inbox = [*fetched("x", b"one", b"two"), *fetched("deep/down/y"), {**OK, "files": 2}]
     assert session.fetch("reports/1", into) == 2
     assert link.said == [{"op": "fetch", "run": "run-box", "path": "reports/1", "budget": 1 << 30}]
