@@ -14,17 +14,20 @@ import yaml
 
 from harness import ledger as ledgers
 from harness.cells import Cell, Verdict
+from harness.matrix import MatrixError, parse
 from harness.remote import actions, command
 from harness.remote.hosts import Host
 from harness.remote.order import Order
 from harness.remote.sync import Snapshot, SyncError
 from tests.harness.records import FINE, OFF, SOURCES, cell, ledger
+from tests.waiting import PATIENCE
 
 A, B = "fp32-ar-block1-cpu", "fp32-ar-prompt1-cpu"
 HOSTS = {
     "plain": {"address": "plain"},
     "other": {"address": "other"},
     "card": {"address": "card", "gpus": {"count": 1, "kind": "H200"}, "architectures": ["sm_90"]},
+    "cards": {"address": "cards", "gpus": {"count": 2, "kind": "H200"}, "architectures": ["sm_90"]},
 }
 Go = Callable[..., int]
 
@@ -40,7 +43,7 @@ def go(tmp_path: Path) -> Go:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("nope", "hosts.nope: no such host; there are card, other, plain"),
+        ("nope", "hosts.nope: no such host; there are card, cards, other, plain"),
         ("plain plain", "a host is named twice"),
         ("", "name hosts, or name several with --join"),
         ("plain --join plain,other", "name hosts, or name several with --join"),
@@ -140,6 +143,57 @@ def test_the_status_is_the_ledgers(
     assert (tmp_path / "run" / "junit.xml").exists()
 
 
+def test_each_host_is_told_of_with_what_it_ran(
+    go: Go, ran: type[Ran], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    ran.left = {"plain": ([cell(A, FINE, host="plain")], ""), "other": ([cell(B, FINE, host="other")], "gone")}
+    assert go("plain", "other", "-k", f"{A} or {B}") == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said[:2] == ["plain: 1 cells", "other: 1 cells; gone"]
+    assert said[-1] == f"ledger: {tmp_path / 'run' / 'ledger.json'}"
+    assert any("2 of 2 expected cells passed" in line for line in said)
+
+
+def test_a_dry_run_sends_nothing(
+    go: Go, ran: type[Ran], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(actions, "dry_run", lambda host, order, tree: [f"{len(order.points)} cells"])
+    assert go("plain", "--dry-run", "-k", A) == 0
+    assert capsys.readouterr().out == "plain | 1 cells\n"
+    assert ran.seen == []
+    assert not (tmp_path / "run").exists()
+
+
+def test_cells_of_several_gpus_are_those_that_every_host_has(go: Go, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def of_run(devices: Any, **more: Any) -> Any:
+        asked.append((devices, more["gpus"]))
+        raise MatrixError("enough")
+
+    monkeypatch.setattr(actions, "of_run", of_run)
+    assert go("card", "cards", "plain") == go("plain") == 3
+    assert asked == [(["cpu", "cuda"], 1), (["cpu"], 0)]
+
+
+def test_hosts_that_join_share_every_model_whatever_one_alone_has(
+    go: Go, ran: type[Ran], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+    point = parse("int4-ar-tiny-cuda-x2")
+    monkeypatch.setattr(actions.join, "points", lambda hosts, ranks: asked.append(ranks) or [point])
+
+    def arrange(order: Order, hosts: Any, tree: Any, console: Any, stop: Any) -> Any:
+        return Ran(hosts[0], order, tree, None, console, stop), []
+
+    monkeypatch.setattr(actions.join, "arrange", arrange)
+    assert go("--join", "plain,other") == 2
+    assert ran.seen[0].points == (point,)
+    monkeypatch.setattr(actions.join, "arrange", lambda *_: pytest.fail("the run's folder has a ledger"))
+    assert go("--join", "plain,other", "--ranks", "4") == 3
+    assert asked == [None, 4]
+
+
 def test_hosts_share_the_cells_of_all_their_devices(go: Go, ran: type[Ran], tmp_path: Path) -> None:
     go("plain", "card", "--", "-n", "4")
     one, two = ran.seen
@@ -204,9 +258,10 @@ class Other:
     def __init__(self, trouble: str = "", *waits: bool | BaseException) -> None:
         self.trouble, self.waits, self.told = trouble, list(waits), False
         self.ready, self.over = self, SimpleNamespace(wait=lambda seconds: None)
+        self.worked = threading.Event()
 
     def work(self) -> None:
-        pass
+        self.worked.set()
 
     def wait(self, seconds: float) -> bool:
         one = self.waits.pop(0) if self.waits else True
@@ -235,7 +290,8 @@ def test_the_first_host_begins_when_all_others_are_ready(
     monkeypatch.setattr(actions, "_wait", lambda runs, stop: waited.extend(runs) or False)
     assert actions._join(lead, others, threading.Event()) == interrupted  # type: ignore[arg-type]
     assert (waited == [lead], lead.trouble) == (started, trouble)
-    assert all(other.told for other in others)
+    assert lead.over.is_set() == bool(trouble), "nothing more happens there"
+    assert all(other.told and other.worked.wait(PATIENCE) for other in others)
     assert not any(other.waits for other in others)
 
 
@@ -258,6 +314,8 @@ def test_hosts_that_cannot_be_looked_at_do_not_keep_the_others(
     monkeypatch.setattr(actions, "examine", examine)
     assert go("plain", "--doctor") == 0
     assert capsys.readouterr().out == "plain | torch         ok       2.11\n"
+    assert go("card", "--doctor") == go("other", "--doctor") == 3
+    capsys.readouterr()
     assert go("card", "other", "plain", "--doctor", "--json") == 3
     said = capsys.readouterr()
     report = json.loads(said.out)
