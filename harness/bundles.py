@@ -36,7 +36,7 @@ from harness.bundle_lock import (
 )
 from harness.cells import FAILED, INFRASTRUCTURE, PASSED
 from harness.cli import Parser
-from harness.files import said, write_atomic
+from harness.files import said, used, write_atomic
 from harness.matrix import is_large
 from harness.progress import EVERY, tell, told
 from refs import generate, recipe
@@ -105,8 +105,8 @@ def ensure(
 def _ensured(wanted: Sequence[str], folder: Path, is_cache: bool, say: Say) -> dict[str, Path]:
     folder.mkdir(parents=True, exist_ok=True)
     if is_cache:
-        with contextlib.suppress(OSError):  # a cache that this user may only read, or that another run clears as well
-            os.utime(folder)
+        used(folder)
+        with contextlib.suppress(OSError):  # another run clears it as well
             _drop_unused(folder)
     pins, key = read_lock(), source_key()
     missing = [name for name in wanted if not _is_current(folder, name, key, pins)]

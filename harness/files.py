@@ -6,6 +6,7 @@ this one never sees half a file, and a killed process leaves at worst a dot-file
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -42,6 +43,15 @@ def _write(path: Path, data: bytes, exclusive: bool) -> None:
         Path(name).unlink(missing_ok=True)
         raise
     Path(name).unlink()
+
+
+def used(path: Path) -> None:
+    """Note that something of a cache was used, so that it is kept; a cache that this user may only read stays as it is.
+
+    os.utime's error would name no file.
+    """
+    with contextlib.suppress(OSError):
+        os.utime(path)
 
 
 def said(error: OSError) -> str:

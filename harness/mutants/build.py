@@ -25,6 +25,7 @@ from pathlib import Path
 
 from harness.build import build
 from harness.compiling import AHEAD, STANDARD
+from harness.files import used
 from harness.includes import closure
 from harness.mutants.catalogue import CSRC
 from harness.remote.farside.process import end_descendants
@@ -138,7 +139,7 @@ class Workshop:
         key = hashlib.sha256(f"{text}\0{command}\0{_compiler(shlex.split(command)[0])}".encode()).hexdigest()[:32]
         folder = self._objects / f"{key}.{AHEAD}"
         if folder.exists():
-            os.utime(folder)
+            used(folder)
             return folder
         part = Path(tempfile.mkdtemp(prefix=".", dir=self._objects))
         (part / AHEAD).write_text(text)
@@ -162,7 +163,7 @@ class Workshop:
             lock = self._locks.setdefault(key, threading.Lock())
         with lock:
             if path.exists():
-                os.utime(path)
+                used(path)
                 return path, False
             part = self._objects / f".{key}.{os.getpid()}.o"
             command = self._command(unit.rule, shlex.quote(str(csrc / unit.source)), shlex.quote(str(part)))

@@ -24,6 +24,7 @@ from harness.remote.look import as_json, dry_run, examine
 from harness.remote.order import Order, able, pools
 from harness.remote.run import KNOWN, HostRun, assemble
 from harness.remote.ssh import Options
+from harness.remote.ssh_route import RouteError, load_config
 from harness.remote.sync import Snapshot, SyncError, wheels, working_tree
 from harness.reports.command import write_reports
 from harness.sources import ROOT
@@ -32,6 +33,10 @@ from harness.sources import ROOT
 def run(options: argparse.Namespace, hosts: Sequence[Host], line: str, rest: tuple[str, ...]) -> int:
     """The exit status. Raises HostsError and MatrixError for what is wrong before any host is asked."""
     ssh = Options(options.ssh_config, tuple(options.accept_new_host_key))
+    try:
+        load_config(ssh.config)  # what is wrong there is wrong for every host
+    except RouteError as error:
+        raise HostsError(str(error)) from None
     console = Console(plain_json.beside(options.json), sys.stderr)
     console.width = max(len(host.name) for host in hosts)
     if options.doctor:

@@ -16,6 +16,8 @@ from pathlib import Path
 
 import paramiko
 
+from harness.files import said
+
 DEFAULT_CONFIGS = (Path("~/.ssh/config"), Path("/etc/ssh/ssh_config"))
 _JUMP = re.compile(r"(?:ssh://)?(?:(?P<user>[^@]+)@)?(?:\[(?P<v6>[^\]]+)\]|(?P<host>[^:\[\]]+))(?::(?P<port>\d+))?/?")
 
@@ -50,8 +52,10 @@ def _included(path: Path, base: Path, depth: int = 0) -> Iterator[str]:
         raise RouteError(f"{path}: Include nested more than 16 deep")
     try:
         lines = path.read_text("utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise RouteError(f"{path}: {error}") from None
+    except OSError as error:
+        raise RouteError(said(error)) from None
+    except UnicodeDecodeError as error:
+        raise RouteError(f"{path}: not UTF-8 at byte {error.start}") from None
     block = "Host *"
     for line in lines:
         word, _, rest = line.strip().replace("=", " ", 1).partition(" ")

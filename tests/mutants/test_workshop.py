@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import functools
 import os
 import subprocess
@@ -155,6 +156,18 @@ def test_what_was_built_ahead_is_not_compiled_again(
     faults.append(Fault("wrong", "int4", "", (Edit("one.cpp", "return VALUE;", "undeclared;"),)))
     assert command.build_only(faults, workshop, 2, said.append) == 3
     assert sorted(line.split()[2] for line in said if "DOES NOT BUILD" in line) == ["unfit", "wrong"]
+
+
+def test_what_is_there_is_used_though_it_may_only_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A read-only checkout: os.utime's error names no file, and nothing depends on it."""
+
+    def refuse(path: Path) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    first = Workshop("cpu", command.home(), 2)
+    monkeypatch.setattr(os, "utime", refuse)
+    again = Workshop("cpu", command.home(), 2)
+    assert (again.folder, again.objects(catalogue.CSRC, edited=())[1]) == (first.folder, 0)
 
 
 @pytest.mark.slow

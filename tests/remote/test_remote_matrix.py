@@ -209,6 +209,7 @@ def test_wrong_arguments_are_configuration(remote: Remote, capsys: pytest.Captur
     assert "matches none of" in said(box, "-k", "nothing-like-this")
     assert "cannot run it (gpus in hosts.yaml)" in said(box, "--device", "cuda")
     assert "holds no wheel" in said(box, "--wheels", str(tmp_path))
+    assert f"{tmp_path}/gone: No such file or directory\n" in said(box, "--ssh-config", str(tmp_path / "gone"))
     with pytest.raises(SystemExit) as caught:  # as every command's parser does
         command.main([box, "--no-such-option"])
     assert caught.value.code == 3
