@@ -211,10 +211,11 @@ def test_hosts_share_the_cells_of_all_their_devices(go: Go, ran: type[Ran], tmp_
 class Awaited:
     """A run whose end is waited for as often as ``ends`` says; an error there is raised to who waits."""
 
-    def __init__(self, *ends: bool | BaseException) -> None:
+    def __init__(self, *ends: bool | BaseException, connected: bool = True) -> None:
         self.ends = list(ends)
         self.over, self.pool = self, SimpleNamespace(stop=lambda: self.did.append("stop"))
-        self.session = SimpleNamespace(link=SimpleNamespace(close=lambda: self.did.append("close")))
+        link = SimpleNamespace(close=lambda: self.did.append("close"))
+        self.session = SimpleNamespace(link=link) if connected else None
         self.did: list[str] = []
 
     def work(self) -> None:
@@ -239,7 +240,7 @@ def test_one_ctrl_c_waits_for_what_comes_back_and_two_do_not(
     capsys: pytest.CaptureFixture[str], ends: Any, interrupted: bool, did: list[str]
 ) -> None:
     stop, host = threading.Event(), Awaited(*ends)
-    assert actions._wait([host], stop) == interrupted  # type: ignore[list-item]
+    assert actions._wait([host, Awaited(connected=False)], stop) == interrupted  # type: ignore[list-item]
     assert (host.did, stop.is_set(), host.ends) == (did, interrupted, [])
     assert capsys.readouterr().err.count("Ctrl-C again leaves at once") == int(interrupted)
 

@@ -101,6 +101,7 @@ def test_a_host_that_lacks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"python_trouble": "no such file"}, "python", "no such file", "set python in hosts.yaml"),
         ({"packages": {"torch": "2.10.1"}}, "torch", "2.10.1", "install torch>=2.11 for python3 there"),
         ({"packages": {"torch": "3.0"}}, "torch", "3.0", ""),
+        ({"packages": {"torch": "2.11rc1"}}, "torch", "2.11rc1", "install torch>=2.11"),
         ({"packages": {"numpy": None}}, "numpy", "missing", "install numpy for"),
         ({"packages": {"torch": "broken: no CUDA"}}, "torch", "broken: no CUDA", "install torch>=2.11"),
         ({"programs": {"clang++": "clang 18"}}, "C++ compiler", "clang 18", ""),
@@ -112,7 +113,9 @@ def test_a_host_that_lacks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_a_plain_host_lacks(
     monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], name: str, text: str, remedy: str
 ) -> None:
-    one = looked(monkeypatch, PLAIN, **changes)[name]
+    all_of_it = looked(monkeypatch, PLAIN, **changes)
+    assert "torch's view" not in all_of_it, "of GPUs that are not used"
+    one = all_of_it[name]
     assert one.found.startswith(text)
     assert one.remedy.startswith(remedy)
     assert one.ok == (not remedy)
