@@ -26,6 +26,7 @@ from harness.remote.session import Outcome, Stopped
 from harness.remote.ssh_auth import ConnectionFailed
 from harness.remote.sync import File, Snapshot
 from tests.harness.records import FINE, OFF, SOURCES, cell, ledger
+from tests.waiting import PATIENCE
 
 A, B = "fp32-ar-block1-cpu", "fp32-ar-prompt1-cpu"
 ENDED = Outcome(0, 0, "")
@@ -186,6 +187,7 @@ def test_a_host_that_does_all_there_is_to_do(worked: Any, order: Order) -> None:
     assert made.sources == SOURCES
     assert not worked.runs[0].trouble
     assert not any("FAILED" in text for _, text in worked.said)
+    assert 0 <= worked.runs[0].pool._seconds["one"] < PATIENCE
 
 
 def test_cells_that_a_batch_did_not_run_are_asked_for_again(worked: Any) -> None:
@@ -231,6 +233,7 @@ def test_what_a_batch_left_and_how_it_ended(
     assert verdicts(made) == (found or {A: "PASS", B: "PASS"})
     assert exit_status(made) == status
     assert made.problems == ((f"one: {trouble}",) if status == 3 else ())
+    assert made.notes == ((f"one: {trouble}; its cells ran elsewhere",) if trouble and status == 0 else ())
     assert far.did[-2:] == ["unlock", "close"]
 
 

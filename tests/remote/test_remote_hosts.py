@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from pathlib import Path
 
 import pytest
@@ -65,8 +66,27 @@ def at(line: int, field: str, reason: str) -> tuple[int, str, str]:
     return line, field, reason
 
 
+def test_a_host_key_as_ssh_keyscan_prints_it() -> None:
+    """Its type stands in the key itself, behind that name's length; what follows the key is a comment."""
+    kind = b"ssh-ed25519"
+
+    def key(blob: bytes, *more: str) -> str:
+        return " ".join(["ssh-ed25519", base64.b64encode(blob).decode(), *more])
+
+    good = key(len(kind).to_bytes(4, "big") + kind + b"\0\0\0\1x")
+    for given in (good, f"{good} root@box and more"):
+        host = parse(f"hosts: {{a: {{address: x, host_key: '{given}'}}}}")["a"]
+        assert host.host_key == good
+        assert host.devices == ("cpu",)
+    size = len(kind).to_bytes(4, "big")
+    for bad in ("ssh-ed25519", good[:-1], key(kind), key(b"x" + size + kind), key(len(kind).to_bytes(3, "big") + kind)):
+        with pytest.raises(HostsError, match="as ssh-keyscan prints it"):
+            parse(f"hosts: {{a: {{address: x, host_key: '{bad}'}}}}")
+
+
 BAD = {
     "": at(1, "hosts", "missing"),
+    "{}": at(1, "hosts", "missing"),
     "- a": at(1, "file", "expected fields, found a list"),
     "host: {}": at(1, "host", "unknown field"),
     "hosts: {}\nmore: 1": at(2, "more", "unknown field"),
