@@ -18,8 +18,8 @@ DIMS = [
     (2, 300, 5, 4, 3),
     (13, 33, 9, 4, 8),
 ]
-"""heads, rank, nope, rope, v: more heads than a block of 16, nope and v beyond a block of 64; a rank that the CPU absorbs
-in several slices; heads that fill no tile of 4 or 8."""
+"""heads, rank, nope, rope, v: more heads than a block of 16, nope and v beyond a block of 64; a rank that the CPU
+absorbs in several slices; heads that fill no tile of 4 or 8."""
 EPS, SCALE = 1e-6, 0.37
 
 
