@@ -141,7 +141,7 @@ class Folder:
                 if name := found.get("record"):
                     self.put(name, (folder / name).read_bytes())
             if (folder / LOGS).is_file():
-                with tarfile.open(folder / LOGS) as archive:
+                with tarfile.open(folder / LOGS, "r:") as archive:
                     held = {about.name: archive.extractfile(about) for about in archive.getmembers()}
                     self._logs |= {name: file.read() for name, file in held.items() if file}
                 self.put(LOGS, _tar(self._logs))
