@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from harness.bench import work
 from harness.bench.cases import Case
 
-CPU_TURNS, HOT_TURNS = 5, 3
+CPU_TURNS, GPU_TURNS = 5, 3
 SETTLE = 0.2  # seconds until the threads of a CPU's peer, which look on for work for a while, sleep
 REST = 0.3  # seconds in which a GPU's clock is up again
 READ, MULTIPLY = 4e12, 8e14
@@ -94,7 +94,7 @@ def plan(device: str, case: Case, seconds: float) -> Plan:
     if device == "cpu":
         return Plan(CPU_TURNS, SETTLE)
     hot = expected_us(case) >= HOT_US
-    return Plan(HOT_TURNS if hot else 1, min(REST, seconds), each=hot)
+    return Plan(GPU_TURNS, min(REST, seconds), each=hot)
 
 
 def rest(device: str) -> None:

@@ -151,7 +151,7 @@ def _filters(names: Sequence[str]) -> tuple[str, ...]:
 
 def _preparations() -> dict[str, Stage]:
     return {
-        "build": Stage(_harness("build", "--device", "cuda"), 45, share=0.5, prepares=True),
+        "build": Stage(_harness("build", "--device", "cuda"), 35, share=0.5, prepares=True),
         "build-cpu": Stage(_harness("build", "--device", "cpu"), 20, share=0.25, prepares=True),
         "bundles": Stage(_harness("bundles"), 25, share=0.25, prepares=True),
         "faults-build": Stage(
@@ -169,12 +169,12 @@ def _preparations() -> dict[str, Stage]:
 def _first(device: str) -> dict[str, Stage]:
     """What one window of ten minutes shows."""
     return {
-        "tests": _pytest("tests", 95, *OPERATIONS, *WORKERS, needs=BUILT),
-        "engine": _pytest("engine", 30, "tests/engine", *WORKERS, "-k", "cuda", needs=BUILT),
-        "matrix": _cells(f"cuda-{device}-ledger.json", device, 55, "-n", "6", needs=BUILT),
+        "tests": _pytest("tests", 85, *OPERATIONS, *WORKERS, needs=BUILT),
+        "engine": _pytest("engine", 25, "tests/engine", *WORKERS, "-k", "cuda", needs=BUILT),
+        "matrix": _cells(f"cuda-{device}-ledger.json", device, 50, "-n", "6", needs=BUILT),
         "step": _pytest("step", 20, K26_STEP, "-n", "0", needs=BUILT),
         "bench": _writes(
-            "bench-cuda.json", "bench", 220, *_harness("bench", "ops", "step", "--device", "cuda", "--k26", "384"),
+            "bench-cuda.json", "bench", 250, *_harness("bench", "ops", "step", "--device", "cuda", "--k26", "384"),
             *_filters(tables.patterns()), "--seconds", "0.3", "--scratch", str(SCRATCH),
             needs=BUILT, after=("peers-build",), quiet=True, listed=True,
         ),
@@ -183,7 +183,7 @@ def _first(device: str) -> dict[str, Stage]:
             "--share-of", "1", "--share-of", "2", needs=("build",), quiet=True,
         ),
         "pairs": _writes(
-            f"pairs-{device}.json", "pairs", 30, *MODULE, "tests.cuda.pairs", needs=("build",), listed=True
+            f"pairs-{device}.json", "pairs", 25, *MODULE, "tests.cuda.pairs", needs=("build",), listed=True
         ),
     }  # fmt: skip
 
