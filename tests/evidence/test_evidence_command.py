@@ -13,7 +13,9 @@ import sys
 import tarfile
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -370,6 +372,43 @@ def test_what_a_machine_lacks_is_told_and_does_not_keep_the_others(
     known.pop("tool"), known.pop("package"), known.pop("after")
     (tmp_path / "out" / SUMMARY).unlink()
     assert go() == 0
+
+
+@pytest.mark.parametrize(
+    ("states", "unwritten", "status"),
+    [
+        ({"tests": "passed", "build": "no longer needed"}, [], 0),
+        ({"tests": "passed", "two": "not chosen: it takes 2 GPUs"}, [], 0),
+        ({"tests": "passed"}, ["run.json"], 3),
+        ({"tests": "failed", "build": "passed"}, [], 1),
+        ({"tests": "failed", "build": "out of time"}, [], 1),
+        ({"tests": "not started: build failed", "build": "failed"}, [], 3),
+        ({"tests": "passed", "build": "out of time"}, [], 2),
+        ({"tests": "interrupted", "build": "passed"}, [], 2),
+        ({"tests": "not started: no time left", "build": "passed"}, [], 2),
+    ],
+)
+def test_the_status_is_that_of_the_worst_stage(states: dict[str, str], unwritten: list[str], status: int) -> None:
+    run = object.__new__(command.Run)
+    run.stages = {"tests": Stage((), 1), "build": Stage((), 1, prepares=True), "two": Stage((), 1, gpus=2)}
+    run.states = states
+    run.folder = SimpleNamespace(unwritten=unwritten)  # type: ignore[assignment]
+    assert run.status() == status
+
+
+def test_counts_on_one_line() -> None:
+    counts = {"passed": 3, "failed": 0, "named": ["a", "b"], "absent": [], "why": {}, "text": ""}
+    assert command.told({"counts": counts}) == ": passed 3, failed 0, named a b"
+    assert command.told({"counts": {"none": "it wrote no record", "passed": 1}}) == ": no counts, it wrote no record"
+    assert command.told({}) == command.told({"counts": {}}) == ""
+
+
+def test_what_stands_for_a_stage_without_a_gpu_waits_for_nothing() -> None:
+    made = Path("made")
+    cells = Stage(("x",), 1, "cells", made, "ledger.json", needs=("build",), gpus=2, rehearsal=("y",), quiet=True)
+    assert command.rehearsed(cells) == Stage(("y",), 60, "cells", made, "ledger.json", gpus=0)
+    tests = replace(cells, counts="tests", after=("a",), share=0.5)
+    assert command.rehearsed(tests) == Stage(("y",), 60, "", made, "", gpus=0)
 
 
 def test_records_are_called_after_the_gpu() -> None:
