@@ -102,6 +102,10 @@ def test_a_folder_takes_over_records_and_logs(tmp_path: Path) -> None:
     assert other.unwritten == [str(tar)]
     other.take(first, summary)
     assert (other.held("a.json"), other.held("b.json")) == (b"1", None)
+    assert other.unwritten == ["a.json", "logs.tar", str(tar)]
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    Folder(bare, None).take(bare, {"stages": {}})  # of a run that had no logs yet
     log.write_text("more")
     other.log("b", log)
     assert other.unwritten == ["a.json", "logs.tar", str(tar)]
@@ -116,7 +120,9 @@ def test_a_folder_takes_over_records_and_logs(tmp_path: Path) -> None:
         assert sorted(archive.getnames()) == ["a.json", "logs.tar", "run.json"]
     assert json.loads((second / "run.json").read_text()) == summary
     summary["stages"]["b"]["record"] = "gone.json"
-    with pytest.raises(EvidenceError, match=r"gone\.json.*the earlier run's summary tells of it"):
+    with pytest.raises(
+        EvidenceError, match=rf"^{first}/gone\.json: No such file.*the earlier run's summary tells of it"
+    ):
         Folder(second, None).take(first, summary)
     (first / "logs.tar").write_bytes(b"no archive")
     with pytest.raises(EvidenceError, match=r"logs\.tar: .*the earlier run's summary tells of it"):
@@ -146,6 +152,9 @@ def test_what_cannot_be_written_stays_to_be_written(tmp_path: Path, monkeypatch:
     folder.summary("run.json", {})
     assert (folder.problems, folder.unwritten) == ([], [])
     assert (tmp_path / "a.json").read_bytes() == b"1"
+    full.add("all.tar.gz")
+    folder.summary("run.json", {"more": 1})
+    assert folder.unwritten == [str(tar)], "there it is the one before"
 
 
 def test_a_stage_s_record_is_taken_as_far_as_it_has_come(tmp_path: Path) -> None:
