@@ -87,7 +87,8 @@ def main(argv: Sequence[str]) -> int:
             entry.update(_values(file, options.tensor))
             plain_json.give(entry, options.json)
             if options.json != plain_json.PRINTED:
-                print("\n".join(f"{k:<10} {v}" for k, v in entry.items()))
+                shown = {**entry, "first": " ".join(entry["first"]), "crc": f"{entry['crc']:08x}"}
+                print("\n".join(f"{k:<10} {v}" for k, v in shown.items()))
             return PASSED
         if options.json:
             tensors = [asdict(entry) for entry in file.entries.values()]

@@ -133,7 +133,7 @@ def load(folder: Path, say: Callable[[str], None] = lambda line: print(line, fil
             unreadable.append(str(error))
         if time.monotonic() - told > TELL_EVERY:
             told = time.monotonic()
-            say(f"read {i} of {len(paths[-RUNS:])} ledgers")
+            say(f"reading ledgers: {i} of {len(paths[-RUNS:])}")
     if len(paths) > RUNS:
         unreadable.append(f"{len(paths) - RUNS} older runs are left out")
     if not runs:

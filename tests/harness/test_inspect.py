@@ -30,6 +30,10 @@ def test_inspect_shows_a_file_and_one_tensor(micro: Path, capsys: pytest.Capture
     values = json.loads(capsys.readouterr().out)
     assert 0 < float(values["max"]) < 1  # scales are bf16, shown as numbers
     assert values["not_finite"] == 0
+    assert inspect([str(micro), "--tensor", "layers.1.experts.up.sc"]) == 0
+    text = capsys.readouterr().out
+    assert f"\ncrc        {values['crc']:08x}\n" in text  # as the list of tensors has it
+    assert f"\nfirst      {values['first'][0]} " in text
 
 
 def test_inspect_refuses_by_name(micro: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
