@@ -16,56 +16,11 @@ from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
 
-from harness.cells import (
-    FAILED,
-    INCOMPLETE,
-    INFRASTRUCTURE,
-    PASSED,
-    SCHEMA,
-    BadRound,
-    Cell,
-    Check,
-    Divergence,
-    Ledger,
-    Tree,
-    Verdict,
-    exit_status,
-    judge,
-)
+from harness.cells import Cell, Check, Ledger, Verdict
 from harness.describe import rerun_line
 from harness.files import point, write_atomic
 from harness.ledger_format import LedgerError, cell_bytes, ledger_bytes, parse_cell, parse_ledger
 from harness.matrix import parse
-
-__all__ = [
-    "CELLS_FOLDER",
-    "FAILED",
-    "INCOMPLETE",
-    "INFRASTRUCTURE",
-    "LATEST",
-    "LEDGER_FILE",
-    "PASSED",
-    "SCHEMA",
-    "BadRound",
-    "Cell",
-    "Check",
-    "Divergence",
-    "Ledger",
-    "LedgerError",
-    "Tree",
-    "Verdict",
-    "collect",
-    "complete",
-    "exit_status",
-    "judge",
-    "merge",
-    "new_run_id",
-    "read",
-    "record",
-    "summary",
-    "timestamp",
-    "write",
-]
 
 LEDGER_FILE = "ledger.json"
 CELLS_FOLDER = "cells"

@@ -19,7 +19,7 @@ from harness.asked import MATRIX
 from harness.cells import Verdict
 from harness.describe import describe
 from harness.gpu_share import give
-from harness.ledger import LedgerError
+from harness.ledger_format import LedgerError
 from harness.matrix import SCALE, is_large, parse
 from harness.run import Run
 from harness.runner import Runner

@@ -32,6 +32,7 @@ from harness import ledger
 from harness.cells import Verdict
 from harness.environment import environment
 from harness.files import write_atomic
+from harness.ledger_format import LedgerError
 from harness.sources import ROOT, describe
 
 SEED = "KDTREE_ORDER_SEED"
@@ -76,7 +77,7 @@ def one(seed: int, workers: int, device: str, folder: Path) -> dict[str, Any]:
     }
     try:
         found = ledger.read(folder)
-    except ledger.LedgerError as error:
+    except LedgerError as error:
         return {**record, "passed": 0, "expected": 0, "failed": {"": f"{error}\n{done.stdout[-2000:]}"}}
     failed = {
         cell.id: f"{cell.verdict.value}: {cell.detail}" for cell in found.cells if cell.verdict is not Verdict.PASS

@@ -21,7 +21,8 @@ from harness.cli import EXIT_STATUSES, Parser
 from harness.describe import filled
 from harness.gate.rules import AGAIN, ENGINE, Demand, Finding, judge, status
 from harness.gate.waivers import Waiver, WaiverError, load
-from harness.ledger import LedgerError, read
+from harness.ledger import read
+from harness.ledger_format import LedgerError
 from harness.matrix import GPU_RANKS, MatrixError, config_precisions, configs, is_large, parse, rankable
 from harness.sources import ROOT, describe
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from harness import ledger as ledgers
 from harness.cells import FAILED, INCOMPLETE, PASSED, Ledger, Verdict, exit_status
-from harness.ledger import LedgerError
+from harness.ledger_format import LedgerError
 from harness.remote.console import Console
 from harness.remote.hosts import Host
 from harness.remote.known_hosts import HostKeyError

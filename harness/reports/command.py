@@ -18,7 +18,8 @@ from harness import plain_json
 from harness.cells import INFRASTRUCTURE, PASSED, Ledger
 from harness.cli import Parser, output
 from harness.files import write_atomic
-from harness.ledger import LedgerError, read, summary
+from harness.ledger import read, summary
+from harness.ledger_format import LedgerError
 from harness.matrix import MatrixError
 from harness.reports.against import Comparison, compare
 from harness.reports.history import History, load

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from harness.cells import Ledger, Verdict, exit_status
-from harness.ledger import LEDGER_FILE, LedgerError, read
+from harness.ledger import LEDGER_FILE, read
+from harness.ledger_format import LedgerError
 from harness.matrix import MatrixError, parse
 from harness.reports.against import TIMED, group
 from harness.reports.plots import Chart, Series, chart

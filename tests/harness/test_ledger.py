@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from records import FINE, OFF, SOURCES, cell, ledger
 
 from harness import ledger as ledgers
-from harness.cells import BadRound, Cell, Check, Divergence, Tree, Verdict, exit_status, judge
-from harness.ledger import LedgerError
-from harness.ledger_format import cell_bytes, ledger_bytes, parse_cell, parse_ledger, seal
+from harness.cells import INCOMPLETE, BadRound, Cell, Check, Divergence, Ledger, Tree, Verdict, exit_status, judge
+from harness.ledger_format import LedgerError, cell_bytes, ledger_bytes, parse_cell, parse_ledger, seal
 
 A, B = "fp32-ar-tiny-cpu", "int4-ar-tiny-cpu"
 
@@ -193,7 +192,7 @@ def test_a_run_from_its_records_to_its_ledger(tmp_path: Path) -> None:
     whole = ledgers.complete(ledger(expected=(A, B)), ledgers.collect(run))
     assert [(c.id, c.verdict) for c in whole.cells] == [(A, Verdict.PASS), (B, Verdict.NOT_RUN)]
     assert whole.cells[1].rerun == f"nox -s test -- -k {B}"
-    assert exit_status(whole) == ledgers.INCOMPLETE
+    assert exit_status(whole) == INCOMPLETE
     ledgers.write(whole, run)
     assert (
         ledgers.read(run) == ledgers.read(run / "ledger.json") == ledgers.read(tmp_path / "reports" / "latest") == whole
@@ -245,15 +244,15 @@ def test_a_missing_ledger_names_its_path(tmp_path: Path) -> None:
         (ledger(cell(A, OFF), problems=("the build failed",)), 3),
     ],
 )
-def test_exit_statuses(whole: ledgers.Ledger, status: int) -> None:
+def test_exit_statuses(whole: Ledger, status: int) -> None:
     assert exit_status(whole) == status
 
 
-def shard(*cells: Cell, host: str, **changes: object) -> ledgers.Ledger:
+def shard(*cells: Cell, host: str, **changes: object) -> Ledger:
     return ledger(*cells, environments={host: {"os": host}}, **changes)
 
 
-def merged(*shards: ledgers.Ledger, expected: tuple[str, ...] = (A, B), per_host: bool = False) -> ledgers.Ledger:
+def merged(*shards: Ledger, expected: tuple[str, ...] = (A, B), per_host: bool = False) -> Ledger:
     return ledgers.merge(shards, run_id="m", expected=expected, command="remote", per_host=per_host)
 
 
@@ -300,7 +299,7 @@ def test_a_cell_given_back_may_run_elsewhere() -> None:
         ),
     ],
 )
-def test_shards_that_do_not_fit_are_refused(shards: list[ledgers.Ledger], message: str) -> None:
+def test_shards_that_do_not_fit_are_refused(shards: list[Ledger], message: str) -> None:
     with pytest.raises(LedgerError, match=message):
         merged(*shards)
 

@@ -12,7 +12,8 @@ import runs
 
 from harness.cells import Ledger, Verdict
 from harness.files import point
-from harness.ledger import LedgerError, write
+from harness.ledger import write
+from harness.ledger_format import LedgerError
 from harness.reports.history import RUNS, load
 from harness.reports.html import history_page
 
