@@ -79,7 +79,7 @@ def _cuda() -> list[Finding]:
     path, toolkit = machine.nvcc()
     built_for = machine.torch_cuda()
     survey = machine.survey()
-    gpus = ", ".join(f"{g.name} (sm_{g.capability[0]}{g.capability[1]})" for g in survey.gpus)
+    gpus = ", ".join(g.described for g in survey.gpus)
     found = [
         Finding("GPU", bool(gpus), gpus or survey.reason, "cuda", "" if gpus else "cells on cuda need an NVIDIA GPU"),
         Finding(

@@ -129,5 +129,5 @@ def environment() -> dict[str, str]:
         "nvcc": nvcc()[1],
         "compiler": compiler()[1],
         "driver": seen.driver,
-        "gpus": ", ".join(f"{g.name} (sm_{g.capability[0]}{g.capability[1]})" for g in seen.gpus),
+        "gpus": ", ".join(g.described for g in seen.gpus),
     }

@@ -75,6 +75,11 @@ class Gpu:
     free_bytes: int
 
     @property
+    def described(self) -> str:
+        """``NAME (sm_90)``."""
+        return f"{self.name} (sm_{self.capability[0]}{self.capability[1]})"
+
+    @property
     def arch(self) -> str:
         """``9.0``: what ``--arch`` takes."""
         return f"{self.capability[0]}.{self.capability[1]}"
@@ -220,7 +225,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.json != plain_json.PRINTED:
         for g in seen.gpus:
             free = f"{g.free_bytes >> 20} of {g.total_bytes >> 20} MiB free"
-            print(f"cuda:{g.index}  {g.name}  sm_{g.arch}  {free}  {g.uuid}")
+            print(f"cuda:{g.index}  {g.described}  {free}  {g.uuid}")
         if not seen.gpus:
             print(seen.reason)
     return 0 if seen.gpus else 3
