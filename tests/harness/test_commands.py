@@ -63,6 +63,14 @@ def test_a_name_that_is_none_is_told_with_what_it_may_have_been_meant_for(
     assert remedy in capsys.readouterr().err
 
 
+def test_the_matrix_of_an_installed_package_is_told_to_be_in_a_checkout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("harness.matrix_command.ROOT", tmp_path)
+    assert cli.main(["test", "-k", "tiny"]) == 3
+    assert f"no tests/test_matrix.py under {tmp_path}: the matrix runs from a checkout" in capsys.readouterr().err
+
+
 WRONG = [[], ["nothing"], ["demo", "--tokens", "0"], ["inspect"], ["test", "-k"]]
 WRONG += [["matrix", "--ranks", ranks] for ranks in ("0", "-2", "7919")] + [["mutants", "--fraction", "1/0"]]
 WRONG += [
