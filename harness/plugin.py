@@ -193,6 +193,9 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
             session.config.stash[UNWRITTEN] = said(error)
             session.exitstatus = INFRASTRUCTURE
             return
+        except KeyboardInterrupt:  # a second one, while that was written; pytest ends here, without a summary
+            print(f"\nledger: {run.path}", file=sys.stderr, flush=True)
+            raise
         # 5 is pytest's "nothing collected": the ledger says the same with a better reason
         session.exitstatus = next(status for status in (4, 3, 1, 2, 0) if status in statuses or status == 0)
     elif exitstatus in (pytest.ExitCode.NO_TESTS_COLLECTED, INFRASTRUCTURE):

@@ -280,3 +280,14 @@ def test_a_ledger_that_cannot_be_written_is_a_status_of_its_own() -> None:
     plugin.pytest_sessionfinish(cast(pytest.Session, session), 0)
     assert session.exitstatus == INFRASTRUCTURE
     assert "No space left" in config.stash[plugin.UNWRITTEN]
+
+
+def test_a_second_interrupt_is_told_where_the_ledger_is(capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    run = SimpleNamespace(finish=interrupted, path="reports/x/ledger.json")
+    config = SimpleNamespace(stash={RUN: run}, getoption=lambda name: False)
+    with pytest.raises(KeyboardInterrupt):
+        plugin.pytest_sessionfinish(cast(pytest.Session, SimpleNamespace(config=config, exitstatus=2)), 2)
+    assert capsys.readouterr().err == "\nledger: reports/x/ledger.json\n"
