@@ -11,6 +11,7 @@ import pytest
 from hf_checkpoints import TINY
 
 from engine.hf_config import read_config
+from engine.hf_quantization import Packing
 from engine.safetensors_reader import CheckpointError
 
 FIELDS: dict[str, int | float] = {
@@ -130,3 +131,26 @@ def test_the_text_model_of_a_larger_one(tmp_path: Path) -> None:
     text["eos_token_id"] = None
     (tmp_path / "config.json").write_text(json.dumps(outer))
     assert read_config(tmp_path).fields["eos_id"] == 5
+
+
+@pytest.mark.parametrize(
+    ("targets", "ignore", "covered"),
+    [
+        ((), (), set()),
+        (("Linear",), (), {"a.up_proj", "b.gate", "b.up_proj"}),
+        (("Linear",), ("Linear",), set()),
+        (("Linear",), ("b.gate",), {"a.up_proj", "b.up_proj"}),
+        (("Linear",), ("gate",), {"a.up_proj", "b.gate", "b.up_proj"}),  # a name is a whole one
+        (("Linear",), ("re:.*gate",), {"a.up_proj", "b.up_proj"}),
+        (("Linear",), ("re:gate",), {"a.up_proj", "b.gate", "b.up_proj"}),  # a pattern begins where the name does
+        (("Linear",), ("re:b",), {"a.up_proj"}),
+        (("re:b",), (), {"b.gate", "b.up_proj"}),
+        (("re:.*up_proj", "b.gate"), ("a.up_proj",), {"b.gate", "b.up_proj"}),
+    ],
+)
+def test_which_modules_are_packed(targets: tuple[str, ...], ignore: tuple[str, ...], covered: set[str]) -> None:
+    packing = Packing(targets, ignore)
+    names = ("a.up_proj", "b.gate", "b.up_proj")
+    assert {name for name in names if packing.covers(name)} == covered
+    prefixed = {name for name in names if packing.covers(f"language_model.{name}", name)}
+    assert prefixed == covered, "a module is known by either of its names"
