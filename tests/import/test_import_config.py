@@ -72,7 +72,8 @@ def read(folder: Path, changes: dict[str, Any], **options: Any) -> Any:
             {"norm_topk_prob": 0, "n_group": 4, "topk_group": 2},
         ),
         ({"norm_topk_prob": ..., "n_group": ..., "topk_group": ...}, {}),
-        ({"rope_scaling": YARN}, OF_YARN),
+        ({"rope_scaling": {**YARN, "partial_rotary_factor": 1.0}}, OF_YARN),
+        ({"rope_scaling": {**YARN, "partial_rotary_factor": 1}}, OF_YARN),
         ({"rope_scaling": {**YARN, "mscale": 1.0, "attention_factor": 1 + 0.1 * math.log(4)}}, OF_YARN),
         (
             {"rope_scaling": {**YARN, "mscale": 0.7, "mscale_all_dim": 0.5, "beta_fast": 16, "beta_slow": 2}},
