@@ -84,6 +84,10 @@ def read(folder: Path, changes: dict[str, Any], **options: Any) -> Any:
             {**OF_YARN, "rope_mscale": 0.7, "rope_mscale_all_dim": 0.7},
         ),
         ({"rope_scaling": {**YARN, "factor": 1}}, {**OF_YARN, "rope_factor": 1.0}),
+        (
+            {"rope_scaling": {**YARN, "factor": 1.5, "attention_factor": 1 + 0.1 * math.log(1.5)}},
+            {**OF_YARN, "rope_factor": 1.5},
+        ),
     ],
 )
 def test_every_field_of_the_model(tmp_path: Path, config: dict[str, Any], fields: dict[str, int | float]) -> None:

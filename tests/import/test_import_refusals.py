@@ -88,6 +88,7 @@ CONFIGS: list[tuple[dict[str, Any], str, str]] = [
     ({"rope_scaling": YARN | {"mscale": 0.7, "mscale_all_dim": None}}, "rope_scaling.mscale", "disagree"),
     ({"rope_scaling": YARN | {"attention_factor": 1.1}}, "rope_scaling.attention_factor", "not supported"),
     ({"rope_scaling": YARN | {"beta_fast": -1}}, "rope_scaling.beta_fast", "not above 0"),
+    ({"rope_scaling": YARN | {"beta_slow": 0}}, "rope_scaling.beta_slow", "not above 0"),
     ({"rope_scaling": YARN | {"partial_rotary_factor": 0.5}}, "rope_scaling.partial_rotary_factor", "rotated"),
     ({"rope_scaling": YARN | {"short_factor": [1.0]}}, "rope_scaling.short_factor", "--ignore-field"),
     ({"rope_scaling": YARN, "rope_parameters": YARN | {"factor": 8.0}}, "rope_scaling.factor", "rope_parameters"),
@@ -124,6 +125,13 @@ def weights_field(name: str, value: Any) -> dict[str, Any]:
     return changed
 
 
+def in_group(**changes: Any) -> dict[str, Any]:
+    """A quantization_config whose group says more."""
+    changed = copy.deepcopy(hf.PACKED)
+    changed["config_groups"]["group_0"].update(changes)
+    return changed
+
+
 QUANTIZATION: list[tuple[dict[str, Any], str, str]] = [
     (weights_field("num_bits", 8), "num_bits", "4-bit"),
     (weights_field("group_size", 128), "group_size", "groups of 32"),
@@ -138,6 +146,11 @@ QUANTIZATION: list[tuple[dict[str, Any], str, str]] = [
     (hf.PACKED | {"format": "float-quantized"}, "format", "bf16 first"),
     (hf.PACKED | {"quant_method": "gptq"}, "quant_method", "compressed-tensors"),
     (hf.PACKED | {"config_groups": {}}, "config_groups", "empty"),
+    (hf.PACKED | {"mystery": 1}, "quantization_config.mystery", "might change the weights"),
+    (in_group(mystery=1), "config_groups.group_0.mystery", "might change the weights"),
+    (in_group(input_activations={"num_bits": 8}), "group_0.input_activations", "activations are not quantised"),
+    (in_group(output_activations={"num_bits": 8}), "group_0.output_activations", "activations are not quantised"),
+    (hf.PACKED | {"format": 4}, "format", "only pack-quantized"),
     (hf.PACKED | {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme", "not quantised"),
     (hf.PACKED | {"transform_config": {"a": 1}}, "transform_config", "as they are used"),
     (hf.PACKED | {"sparsity_config": {"format": "sparse-bitmask"}}, "sparsity_config.format", "sparse"),
