@@ -184,6 +184,7 @@ def test_hosts_that_join_share_every_model_whatever_one_alone_has(
     monkeypatch.setattr(actions.join, "points", lambda hosts, ranks: asked.append(ranks) or [point])
 
     def arrange(order: Order, hosts: Any, tree: Any, console: Any, stop: Any) -> Any:
+        asked.append([host.name for host in hosts])
         return Ran(hosts[0], order, tree, None, console, stop), []
 
     monkeypatch.setattr(actions.join, "arrange", arrange)
@@ -191,7 +192,7 @@ def test_hosts_that_join_share_every_model_whatever_one_alone_has(
     assert ran.seen[0].points == (point,)
     monkeypatch.setattr(actions.join, "arrange", lambda *_: pytest.fail("the run's folder has a ledger"))
     assert go("--join", "plain,other", "--ranks", "4") == 3
-    assert asked == [None, 4]
+    assert asked == [None, ["plain", "other"], 4]
 
 
 def test_hosts_share_the_cells_of_all_their_devices(go: Go, ran: type[Ran], tmp_path: Path) -> None:
