@@ -27,7 +27,7 @@ from harness.remote.ssh import Options
 from harness.remote.ssh_route import RouteError, load_config
 from harness.remote.sync import Snapshot, SyncError, wheels, working_tree
 from harness.reports.command import write_reports
-from harness.sources import ROOT
+from harness.sources import ROOT, describe
 
 
 def run(options: argparse.Namespace, hosts: Sequence[Host], line: str, rest: tuple[str, ...]) -> int:
@@ -76,6 +76,7 @@ def _order(options: argparse.Namespace, hosts: Sequence[Host], line: str, rest: 
         id=run_id,
         command=line,
         points=tuple(points),
+        sources=describe(ROOT),
         filter=options.k,
         engine=options.engine,
         each=options.each,

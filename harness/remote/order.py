@@ -12,7 +12,7 @@ from harness.remote.hosts import Host
 from harness.remote.share import Pool
 from harness.remote.ssh import Options
 from harness.remote.sync import Snapshot
-from harness.sources import Sources, describe
+from harness.sources import Sources
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,8 @@ class Order:
     command: str
     """The line that was typed."""
     points: tuple[Point, ...]
+    sources: Sources
+    """As they stood when this was asked for, and are sent."""
     filter: str = ""
     engine: str = "csrc"
     each: bool = False
@@ -34,8 +36,6 @@ class Order:
     """More of them for the far side's pytest."""
     extra: Mapping[str, str] = field(default_factory=dict)
     """Variables of this run for its commands there."""
-    sources: Sources = field(default_factory=describe)
-    """As they stood when this was asked for, and are sent."""
 
     @property
     def expected(self) -> tuple[str, ...]:

@@ -349,7 +349,7 @@ def test_a_reader_that_leaves_changes_no_status(remote: Remote) -> None:
 def test_ledgers_that_do_not_fit_together_are_infrastructure(tmp_path: Path) -> None:
     """Two hosts that judged different sources, which a tree that is written to on a host would cause."""
     points = tuple(select(expected(["cpu"]), "fp32-ar-prompt1-cpu or fp32-ar-block1-cpu"))
-    order = Order(tmp_path / "run", "id", "kdtree remote one two", points)
+    order = Order(tmp_path / "run", "id", "kdtree remote one two", points, describe())
     runs = []
     for name, point in zip(("one", "two"), points, strict=True):
         shard = replace(blank(order, [name], f"shard-{name}", [point.id]), sources=replace(describe(), engine=name))
@@ -364,7 +364,9 @@ def test_ledgers_that_do_not_fit_together_are_infrastructure(tmp_path: Path) -> 
 def test_what_a_host_is_sent_is_taken_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """It runs `kdtree test` on the cells that it is given, with more arguments for pytest."""
     points = tuple(expected(["cpu"])[:2])
-    order = Order(tmp_path, "id", "kdtree remote box", points, arguments=("-n", "0", "-p", "no:cacheprovider"))
+    order = Order(
+        tmp_path, "id", "kdtree remote box", points, describe(), arguments=("-n", "0", "-p", "no:cacheprovider")
+    )
     taken: list[list[str]] = []
     monkeypatch.setattr(pytest, "main", lambda arguments: taken.append(arguments) or 0)
     for cells in (order.expected, order.expected[:1]):
