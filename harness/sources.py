@@ -104,6 +104,19 @@ def describe(root: Path = ROOT) -> Sources:
     return Sources(commit=commit, dirty=dirty, **hashes)
 
 
+def misfit(known: Sources, root: Path = ROOT) -> str:
+    """Why the commit that the tree carries in a file is not the one that ``known`` names, in a line; or ``""``."""
+    carried = root / SOURCE_FILE
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
+        commit = str(json.loads(carried.read_text("utf-8"))["commit"])
+        if commit != known.commit:
+            return (
+                f"{SOURCE_FILE} names commit {commit[:12]}, but its hashes are not those of these files: "
+                f"write it again, python -m harness.sources > {SOURCE_FILE}"
+            )
+    return ""
+
+
 if __name__ == "__main__":
     known = describe()
     others = [path for path in known.dirty if path != SOURCE_FILE]

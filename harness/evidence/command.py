@@ -29,7 +29,7 @@ from harness.evidence.schedule import FAILED, INTERRUPTED, NOT_CHOSEN, NOT_NEEDE
 from harness.evidence.stages import SCRATCH, Stage, device_name, stages, summary_name
 from harness.files import said
 from harness.remote.farside.process import adopt_orphans, bury
-from harness.sources import ROOT, describe
+from harness.sources import ROOT, describe, misfit
 
 BUDGET = 560.0  # of machines that are lent for ten minutes a command
 SPARE = 5.0  # seconds at the end of the budget, to write the last files
@@ -194,6 +194,8 @@ class Run:
         self._say(
             "", f"{commit}, engine {self.sources.engine[:12]}; ends within {at_most:.0f} s; OUT is whole at any time"
         )
+        if wrong := misfit(self.sources):
+            self._say("", wrong)
         if not self.sources.commit:
             self._say(
                 "", "no .git and no .kdtree-source.json here (docs/cuda.md): records name the engine's hash alone"

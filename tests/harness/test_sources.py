@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.sources import ROOT, SOURCE_FILE, describe
+from harness.sources import ROOT, SOURCE_FILE, describe, misfit
 
 
 def git(folder: Path, *arguments: str) -> str:
@@ -121,8 +121,10 @@ def test_a_carried_file_is_believed_beside_git_while_its_hashes_hold(outer: Path
     hashes = {"engine": known.engine, "lock": known.lock, "harness": known.harness}
     (outer / SOURCE_FILE).write_text(json.dumps({"commit": "c0ffee", "dirty": ["b"], "hashes": hashes}))
     assert (describe(outer).commit, describe(outer).dirty) == ("c0ffee", ("b",))
+    assert misfit(describe(outer), outer) == ""
     (outer / "csrc" / "a.h").write_text("2")
     assert describe(outer).commit == known.commit
+    assert "names commit c0ffee, but its hashes are not those" in misfit(describe(outer), outer)
     (outer / "csrc" / "a.h").write_text("1")
     (outer / SOURCE_FILE).write_text(json.dumps({"commit": "c0ffee", "dirty": ["b"]}))
     assert describe(outer).commit == known.commit
