@@ -5,6 +5,7 @@ Whatever stands in the way is an Infrastructure error with the remedy in its mes
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,7 @@ from pathlib import Path
 from harness import host_memory
 from harness.cells import DEVICES
 from harness.engines import create, registered
-from harness.environment import survey
+from harness.environment import cpu, survey
 from harness.filters import remedy, select
 from harness.gpu_share import SHARE, ranks_share
 from harness.matrix import MatrixError, Point, of_run
@@ -112,6 +113,22 @@ def prepare_config(engine: str, config: str, device: str) -> tuple[Engine, Path]
     return create(engine, device), path
 
 
+NEEDED = {"base": "", "avx2": "avx2", "avx512": "avx512f", "neon": "asimd"}
+"""What KDTREE_ISA may be, and the CPU's feature without which the engine refuses it."""
+
+
+def check_variables() -> None:
+    """What the engine would refuse in every cell is told once. Raises Infrastructure."""
+    threads, isa = os.environ.get("KDTREE_THREADS", ""), os.environ.get("KDTREE_ISA", "")
+    if threads and not (threads.isdecimal() and int(threads) > 0):
+        raise Infrastructure(f"KDTREE_THREADS={threads}: is no number of threads; set one from 1 on, or unset it")
+    if isa and isa not in NEEDED:
+        raise Infrastructure(f"KDTREE_ISA={isa}: is none of {', '.join(NEEDED)}; unset it for the best one")
+    features = cpu()[1]  # empty where the system does not say
+    if isa and features and NEEDED[isa] not in ("", *features):
+        raise Infrastructure(f"KDTREE_ISA={isa}: this processor has no {NEEDED[isa]}; unset it for the best one")
+
+
 def prepare(engine: str, points: Sequence[Point], say: Say) -> dict[str, Path]:
     """Build the engine for every device of ``points`` and make their bundles; the bundles' paths by config.
 
@@ -127,6 +144,8 @@ def prepare(engine: str, points: Sequence[Point], say: Say) -> dict[str, Path]:
         host_memory.check(points)
     except (host_memory.TooLittleMemory, RefError) as error:
         raise Infrastructure(str(error)) from error
+    if engine == "csrc":
+        check_variables()
     for device in dict.fromkeys(point.device for point in points):
         try:
             create(engine, device)

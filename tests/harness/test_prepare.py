@@ -153,6 +153,35 @@ def test_what_a_run_needs_is_looked_for_in_order(monkeypatch: pytest.MonkeyPatch
     assert log == []
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("KDTREE_THREADS", "0", "KDTREE_THREADS=0: is no number of threads; set one from 1 on"),
+        ("KDTREE_THREADS", "two", "KDTREE_THREADS=two: is no number"),
+        ("KDTREE_ISA", "sse", "KDTREE_ISA=sse: is none of base, avx2, avx512, neon"),
+        ("KDTREE_ISA", "avx512", "KDTREE_ISA=avx512: this processor has no avx512f"),
+    ],
+)
+def test_a_variable_that_every_cell_would_refuse_is_told_once(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str, message: str
+) -> None:
+    monkeypatch.setattr(prepare, "cpu", lambda: ("x", ["avx2", "fma"]))
+    monkeypatch.setenv(name, value)
+    points = [Point("fp32", "ar", "tiny", "", "cpu")]
+    with pytest.raises(Infrastructure, match=message):
+        prepare.prepare("csrc", points, print)
+
+
+@pytest.mark.parametrize(("isa", "features"), [("base", ["sse4_2"]), ("avx2", ["avx2"]), ("avx512", []), ("", [])])
+def test_variables_that_the_engine_takes_are_let_through(
+    monkeypatch: pytest.MonkeyPatch, isa: str, features: list[str]
+) -> None:
+    monkeypatch.setattr(prepare, "cpu", lambda: ("x", features))
+    monkeypatch.setenv("KDTREE_ISA", isa)
+    monkeypatch.setenv("KDTREE_THREADS", "3")
+    prepare.check_variables()
+
+
 @pytest.fixture
 def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where the folders of planned runs appear; in the real checkout an empty one of each would stay."""
