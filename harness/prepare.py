@@ -120,8 +120,8 @@ NEEDED = {"base": "", "avx2": "avx2", "avx512": "avx512f", "neon": "asimd"}
 def check_variables() -> None:
     """What the engine would refuse in every cell is told once. Raises Infrastructure."""
     threads, isa = os.environ.get("KDTREE_THREADS", ""), os.environ.get("KDTREE_ISA", "")
-    if threads and not (threads.isdecimal() and int(threads) > 0):
-        raise Infrastructure(f"KDTREE_THREADS={threads}: is no number of threads; set one from 1 on, or unset it")
+    if threads and not (threads.isdecimal() and 1 <= int(threads) <= 256):
+        raise Infrastructure(f"KDTREE_THREADS={threads}: is no number of threads; set one from 1 to 256, or unset it")
     if isa and isa not in NEEDED:
         raise Infrastructure(f"KDTREE_ISA={isa}: is none of {', '.join(NEEDED)}; unset it for the best one")
     features = cpu()[1]  # empty where the system does not say

@@ -156,7 +156,8 @@ def test_what_a_run_needs_is_looked_for_in_order(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("KDTREE_THREADS", "0", "KDTREE_THREADS=0: is no number of threads; set one from 1 on"),
+        ("KDTREE_THREADS", "0", "KDTREE_THREADS=0: is no number of threads; set one from 1 to 256"),
+        ("KDTREE_THREADS", "257", "KDTREE_THREADS=257: is no number of threads"),
         ("KDTREE_THREADS", "two", "KDTREE_THREADS=two: is no number"),
         ("KDTREE_ISA", "sse", "KDTREE_ISA=sse: is none of base, avx2, avx512, neon"),
         ("KDTREE_ISA", "avx512", "KDTREE_ISA=avx512: this processor has no avx512f"),
