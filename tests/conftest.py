@@ -46,7 +46,10 @@ def no_waiting_for_the_disk() -> Iterator[None]:
 
 @pytest.fixture
 def heeds_ctrl_c() -> Iterator[None]:
-    """For tests in which this process gets SIGINT: a script's background job ignores it, and so do those it starts."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    """For tests in which this process gets a signal: a script's background job ignores SIGINT, and what nohup starts
+    SIGHUP, and so do those that these start."""
+    heeded = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL, signal.SIGHUP: signal.SIG_DFL}
+    before = {number: signal.signal(number, handler) for number, handler in heeded.items()}
     yield
-    signal.signal(signal.SIGINT, before)
+    for number, handler in before.items():
+        signal.signal(number, handler)

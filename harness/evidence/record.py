@@ -119,7 +119,9 @@ def counted(stage: Stage, log: Path) -> dict[str, Any]:
 def tail(log: Path) -> list[str]:
     """The last lines of an output, without this machine's folders."""
     text = log.read_bytes()[-20000:].decode("utf-8", "replace")
-    lines = text.replace(str(ROOT), ".").replace(sys.prefix, "PYTHON").splitlines()
+    for folder, word in sorted({str(ROOT): ".", sys.prefix: "PYTHON"}.items(), key=lambda one: -len(one[0])):
+        text = text.replace(folder, word)  # the longer one first: either may lie in the other
+    lines = text.splitlines()
     return [line[:200] for line in lines if line.strip()][-TAIL:]
 
 

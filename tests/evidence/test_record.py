@@ -15,7 +15,6 @@ import pytest
 from harness.evidence import record
 from harness.evidence.record import EvidenceError, Folder, earlier, entry, tail
 from harness.evidence.stages import Stage
-from harness.sources import ROOT
 from tests.harness.records import SOURCES
 
 SHOWN = '[{"how": {"t": "noticed"}, "not_built": ""}]'
@@ -58,10 +57,15 @@ def test_a_stage_says_what_it_is_and_no_more(log: Path, tmp_path: Path) -> None:
     assert "record" not in ended(log, 0, record="broken.json")
 
 
-def test_the_last_words_have_no_folders_of_this_machine(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("root", "prefix"), [("/a/kd", "/b/py"), ("/a/kd", "/a/kd/.nox/test"), ("/x/kd", "/x")])
+def test_the_last_words_have_no_folders_of_this_machine(
+    tmp_path: Path, root: str, prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(record, "ROOT", Path(root))
+    monkeypatch.setattr(sys, "prefix", prefix)
     path = tmp_path / "log"
     lines = [f"line {i}" for i in range(30)]
-    path.write_text("\n".join([*lines, "", "  ", f"{ROOT}/a {sys.prefix}/b", "x" * 300]))
+    path.write_text("\n".join([*lines, "", "  ", f"{root}/a {prefix}/b", "x" * 300]))
     assert tail(path) == [*lines[17:], "./a PYTHON/b", "x" * 200]
     path.write_bytes(b"y" * 30000 + b"\n\xff")
     assert tail(path) == ["y" * 200, "\ufffd"]
