@@ -73,7 +73,7 @@ class Far:
 
     def __init__(self, batches: Sequence[tuple[Outcome, Left]] = (), **answers: Any) -> None:
         self.batches, self.answers = list(batches), answers
-        self.facts = {"user": "u", "node": "n", "python": "3", "system": "s", "machine": "m", "workdir": "/work"}
+        self.facts = {"user": "u", "node": "n", "python": "3", "system": "s", "machine": "m", "workdir": "/there"}
         self.link = SimpleNamespace(skew=answers.get("skew", 0.0))
         self.directory = "/far"
         self.did: list[str] = []
@@ -180,7 +180,7 @@ def test_a_host_that_does_all_there_is_to_do(worked: Any, order: Order) -> None:
         "close",
     ]
     assert [limit for _, limit in far.commands] == [11, 11, 22]
-    assert all(env["KDTREE_BUILD"] == "/work/cache/build" for env in far.environments)
+    assert all(env["KDTREE_BUILD"] == "/there/cache/build" for env in far.environments)
     assert (verdicts(made), made.problems, made.notes) == ({A: "PASS", B: "PASS"}, (), ())
     assert (exit_status(made), made.started, made.run_id) == (0, "2025-01-02T03:04:05Z", "run")
     assert made.environments == {"one": {}}

@@ -70,10 +70,10 @@ def test_a_batch_names_its_cells_but_where_all_of_the_matrix_are_meant() -> None
 @pytest.mark.parametrize("own", [{}, {"PYTHONPATH": "/lib", "COLUMNS": "80", "MORE": "host"}])
 def test_what_hosts_yaml_says_comes_before_the_runs_and_the_runs_before_ours(own: dict[str, str]) -> None:
     host = replace(CARD, environment=own)
-    found = environment(host, "/far", "/work", wheels=False, extra={"COLUMNS": "90", "MORE": "run", "RUN": "1"})
+    found = environment(host, "/far", "/there", wheels=False, extra={"COLUMNS": "90", "MORE": "run", "RUN": "1"})
     assert found == {
-        "KDTREE_BUNDLES": "/work/cache/bundles",
-        "KDTREE_BUILD": "/work/cache/build",
+        "KDTREE_BUNDLES": "/there/cache/bundles",
+        "KDTREE_BUILD": "/there/cache/build",
         "PYTHONUNBUFFERED": "1",
         "TORCH_CUDA_ARCH_LIST": "9.0a;12.0",
         "COLUMNS": "90",
@@ -81,6 +81,6 @@ def test_what_hosts_yaml_says_comes_before_the_runs_and_the_runs_before_ours(own
         "RUN": "1",
         **own,
     }
-    with_wheels = environment(host, "/far", "/work", wheels=True)["PYTHONPATH"]
+    with_wheels = environment(host, "/far", "/there", wheels=True)["PYTHONPATH"]
     assert with_wheels == ("/far/site:/lib" if own else "/far/site")
-    assert "TORCH_CUDA_ARCH_LIST" not in environment(PLAIN, "/far", "/work", wheels=False)
+    assert "TORCH_CUDA_ARCH_LIST" not in environment(PLAIN, "/far", "/there", wheels=False)
