@@ -76,9 +76,11 @@ CudaBackend::CudaBackend(int device, bool poison) : device_(device), poison_(poi
   KD_CUDA(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking));
   KD_CUDA(cudaMallocHost(reinterpret_cast<void**>(&staging_), kStaging));
   constexpr size_t tickets = 4 * sizeof(cuda::Tickets), multiplied = (stream::kMostExperts + stream::kMostGroups) * sizeof(unsigned) + stream::kRoutesBytes;
-  KD_CUDA(cudaMalloc(reinterpret_cast<void**>(&tickets_), tickets + multiplied));
-  KD_CUDA(cudaMemsetAsync(tickets_, 0, tickets + multiplied, stream_));
+  constexpr size_t chosen = stream::moe_rows(false) * stream::kMostTopK * sizeof(int32_t);
+  KD_CUDA(cudaMalloc(reinterpret_cast<void**>(&tickets_), tickets + multiplied + chosen));
+  KD_CUDA(cudaMemsetAsync(tickets_, 0, tickets + multiplied + chosen, stream_));
   multiplied_ = reinterpret_cast<unsigned*>(tickets_ + 4);
+  chosen_ = reinterpret_cast<int32_t*>(multiplied_) + multiplied / sizeof(int32_t);
   if (wgmma_) {
     const int groups = stream::wide_groups(multiprocessors);
     const size_t counters = stream::wide_counters(groups);

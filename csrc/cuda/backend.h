@@ -205,6 +205,7 @@ class CudaBackend final : public Backend {
   unsigned* arrivals_ = nullptr;  // and stream::wide_counters bytes: each a multiple of eight between launches
   cuda::Tickets* tickets_ = nullptr;  // of the router and of down, where blocks of a launch meet, and of gate and up's and down's units
   unsigned* multiplied_ = nullptr;    // of each distinct expert of a step, the tiles of gate and up that are done
+  int32_t* chosen_ = nullptr;         // [stream::moe_rows(false), kMostTopK] a step's choices as the router makes them known before its end
 
   bool graphs_on_ = true;
   bool capturing_ = false;

@@ -74,9 +74,10 @@ __device__ __forceinline__ void keep_groups(const RouterArgs& a, const ChoiceMem
 }
 
 // Chooses for row m; where m is negative, which is no row, without effect. bias(e), logit(e, ask(e)): of expert e, by one thread, thread e % kChoiceThreads,
-// which asks for several before it looks at one. Called by kChoiceThreads threads; ends with no barrier.
-template <typename Ask, typename Logit, typename Bias>
-__device__ __forceinline__ void choose_experts(const RouterArgs& a, int m, void* memory, const Ask& ask, const Logit& logit, const Bias& bias) {
+// which asks for several before it looks at one. tell(j, e): choice j is expert e, before its weight is found. Called by kChoiceThreads threads; ends with no
+// barrier.
+template <typename Ask, typename Logit, typename Bias, typename Tell>
+__device__ __forceinline__ void choose_experts(const RouterArgs& a, int m, void* memory, const Ask& ask, const Logit& logit, const Bias& bias, const Tell& tell) {
   constexpr int AHEAD = 2;  // of a thread's experts whose logits are on their way at a time
   const ChoiceMemory at(memory, a.experts, a.n_group, a.top_k);
   const int thread = threadIdx.x, warp = thread / kWarp, lane = thread % kWarp, subsets = (a.experts + kWarp - 1) / kWarp;
@@ -109,6 +110,7 @@ __device__ __forceinline__ void choose_experts(const RouterArgs& a, int m, void*
     if (thread == 0) record_fault(a.state, kFaultRouterNonFinite, m, a.layer);
     for (int j = thread; j < a.top_k; j += kChoiceThreads) {
       a.ids[m * a.top_k + j] = j;  // something in range for whatever runs before the host hears of it
+      tell(j, j);
       a.weights[m * a.top_k + j] = 0.f;
     }
     return;
@@ -148,6 +150,8 @@ __device__ __forceinline__ void choose_experts(const RouterArgs& a, int m, void*
   }
   __syncthreads();
   for (int j = thread; j < a.top_k; j += kChoiceThreads) {
+    const int id = at.taken[j];
+    if (m >= 0) tell(j, id);
     float weight = at.chosen[j];
     if (a.norm_topk) {
       float sum = 0.f;
@@ -156,7 +160,7 @@ __device__ __forceinline__ void choose_experts(const RouterArgs& a, int m, void*
       weight = __fdiv_rn(weight, __fadd_rn(sum, 1e-20f));
     }
     if (m < 0) break;
-    a.ids[m * a.top_k + j] = at.taken[j];
+    a.ids[m * a.top_k + j] = id;
     a.weights[m * a.top_k + j] = __fmul_rn(weight, a.scaling);
   }
 }

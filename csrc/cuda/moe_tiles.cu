@@ -45,7 +45,7 @@ void CudaBackend::launch_tiles(const char* name, const MoeArgs& a, bool down, bo
   q.up_first = p.data[1] < p.data[0], q.shared_up_first = p.shared[1] < p.shared[0];
   q.scales_differ = q.up_first != (p.scale[1] < p.scale[0]);
   q.tickets = unit_tickets(down);
-  q.normed = !down && routed ? a.max_rows : 0;
+  q.normed = !down && routed ? a.max_rows : 0, q.chosen = chosen_;
   if (tiles_together(a)) {
     q.routes = multiplied_ + stream::kMostExperts + stream::kMostGroups;
     q.multiplied = multiplied_, q.shared_multiplied = &unit_tickets(true)->ahead;

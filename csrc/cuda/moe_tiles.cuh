@@ -29,6 +29,7 @@ struct TileMoeParams {
   bool scales_differ;  // the scales' tensors lie in the other order
   Tickets* tickets;    // of the units
   int normed;          // gate and up: rows that the launch before norms, which counts them in tickets->ahead; 0: they stand normed
+  const int32_t* chosen;  // of that launch too: its ids, one more each, as soon as they are not zero
   // Where gate and up count the tiles they have done, for down to begin before they have ended: of each distinct expert, and of the shared one. Null:
   // down waits for their end.
   unsigned *multiplied, *shared_multiplied;
@@ -216,19 +217,37 @@ __global__ __launch_bounds__(kTileMoeThreads, S::RESIDENT) void tile_moe_kernel(
       barrier_arrive(rows_there_at);
     }
     if (rows > 0) {
-      // The ids, all at once: behind the weights that are under way a load takes microseconds.
+      // The ids, all at once: behind the weights that are under way a load takes microseconds. Those of a router that runs are looked for until they are there:
+      // its end, and a load behind it, would come later.
       const auto read_ids = [&]() {
         constexpr int HELD = 16;
+        const int32_t* const from = !DOWN && early ? q.chosen : p.ids;
         for (int base = lane; base < rows * p.top_k; base += HELD * kWarp) {
           int32_t v[HELD];
+          bool all;
+          do {
+            all = true;
 #pragma unroll
-          for (int i = 0; i < HELD; ++i) v[i] = p.ids[min(base + i * kWarp, rows * p.top_k - 1)];
+            for (int i = 0; i < HELD; ++i) v[i] = look_at_word(from + min(base + i * kWarp, rows * p.top_k - 1));
+            if (!DOWN && early) {
+#pragma unroll
+              for (int i = 0; i < HELD; ++i) all = all && v[i] != 0, --v[i];
+            }
+          } while (!all);
 #pragma unroll
           for (int i = 0; i < HELD; ++i) {
             if (base + i * kWarp < rows * p.top_k) ids[base + i * kWarp] = v[i];
           }
         }
         __syncwarp();
+      };
+      const auto read_id = [&](int at) {
+        if constexpr (!DOWN) {
+          for (int id; early;) {
+            if ((id = look_at_word(q.chosen + at)) != 0) return id - 1;
+          }
+        }
+        return p.ids[at];
       };
       if (DOWN && tells) {
         if (lane == 0) {
@@ -245,13 +264,15 @@ __global__ __launch_bounds__(kTileMoeThreads, S::RESIDENT) void tile_moe_kernel(
 #pragma unroll 1
         for (int pass = early ? 0 : 1; pass < 2; ++pass) {
           if (pass == 1) {
-            if (!DOWN) wait_for_previous();
-            if (!DOWN && !early) barrier_arrive(rows_there_at);
+            if (!DOWN && !early) {
+              wait_for_previous();
+              barrier_arrive(rows_there_at);
+            }
             if (!few) read_ids();
           }
           if (few) {
             const int count = pass == 0 ? p.top_k : rows * p.top_k;
-            find_few_routes(routes, pass == 0 ? lane : p.ids[min(lane, count - 1)], count);
+            find_few_routes(routes, pass == 0 ? lane : read_id(min(lane, count - 1)), count);
             continue;
           }
           find_routes<stream::kTileColumns, kWarp>(routes, ids, pass == 0 ? 1 : rows, p.top_k, p.experts);
@@ -267,6 +288,7 @@ __global__ __launch_bounds__(kTileMoeThreads, S::RESIDENT) void tile_moe_kernel(
         __syncwarp();
         if (lane == 0) ticket_add(q.shared_multiplied, 1);
       }
+      if (!DOWN && early) wait_for_previous();  // lets down in, too
       // Whoever has a group's last segment adds them all.
       const auto add_segments = [&](int group) {
         const float4* const from = q.parts + static_cast<size_t>(group) * (kSegments * WARPS) * (q.shared_columns * kWarp) + lane;

@@ -42,6 +42,7 @@ struct Params {
   Tickets* tickets;
   int choosing;  // blocks, the first ones
   unsigned* normed_rows;  // where gate and up, which multiply the shared expert meanwhile, count the rows that stand normed; or null
+  int32_t* chosen;        // likewise [M, top_k] where they look for the ids, one more each; zero from before a row counts as normed until it is chosen for
 };
 
 // A segment's sums of an expert's logit.
@@ -82,7 +83,10 @@ __device__ __forceinline__ void choose(const Params& p, void* memory, int blocks
       for (int s = 1; s < kSegments; ++s) sum = __fadd_rn(sum, part.of[s]);
       p.logits[static_cast<size_t>(m) * experts + e] = sum;
       return sum;
-    }, [&](int e) { return e < kThreads ? held[0] : e < HELD * kThreads ? held[1] : __ldg(p.choice.bias + e); });
+    }, [&](int e) { return e < kThreads ? held[0] : e < HELD * kThreads ? held[1] : __ldg(p.choice.bias + e); },
+       [&](int j, int e) {
+         if (p.chosen != nullptr) set_word(p.chosen + m * p.choice.top_k + j, e + 1);
+       });
     if (m < 0) {
       await(p.tickets, blocks);
       asm volatile("" : "+r"(counted));  // whose load nothing before this waits for
@@ -140,6 +144,7 @@ __global__ __launch_bounds__(kThreads, 2) void route_kernel(const __grid_constan
       const RowNorm<stream::kMostRouted> norm(p.norm_w, p.k);
       wait_for_previous();
       for (int m = block; m < rows; m += blocks, ++done) {
+        if (p.chosen != nullptr && threadIdx.x < p.choice.top_k) set_word(p.chosen + m * p.choice.top_k + threadIdx.x, 0);
         norm(p.x + static_cast<size_t>(m) * p.k, p.eps, squares + done % kOwnRows * kSegments,
              [&](int e, uint2 four) { *reinterpret_cast<uint2*>(p.normed + static_cast<size_t>(m) * p.row_stride + e) = four; });
       }
@@ -199,7 +204,7 @@ bool CudaBackend::route_stream(const LinearArgs& a, const RouterArgs& r, const M
   p.normed = scratch.normed, p.row_stride = stream::padded(w.k), p.stride = stream::staged_stride((units / kSegments + 1) * kUnitK<kKind>);
   p.parts = scratch.parts, p.logits = static_cast<float*>(a.out[0]), p.choice = r, p.tickets = tickets_;
   const bool own = a.max_rows <= kOwnRows;
-  if (!own && tiles_serve(experts, false)) p.normed_rows = &unit_tickets(false)->ahead;
+  if (!own && tiles_serve(experts, false)) p.normed_rows = &unit_tickets(false)->ahead, p.chosen = chosen_;
   const int each = stream::route_tiles(a.max_rows), blocks = (tiles + each - 1) / each * kSegments;
   p.choosing = chooses ? stream::choosing(device_shape_, a.max_rows) : 0;
   const auto kernel = own ? &route_kernel<true, stream::route_tiles(kOwnRows)> : each == 2 ? &route_kernel<false, 2> : &route_kernel<false, 1>;

@@ -15,7 +15,7 @@ __global__ __launch_bounds__(kChoiceThreads) void router_kernel(const __grid_con
   wait_for_previous();
   if (m > 0 && m >= a.state->n_rows) return;
   choose_experts(a, m, memory, [&](int e) { return a.logits[static_cast<size_t>(m) * a.experts + e]; }, [](int, float l) { return l; },
-                 [&](int e) { return __ldg(a.bias + e); });
+                 [&](int e) { return __ldg(a.bias + e); }, [](int, int) {});
 }
 
 }  // namespace

@@ -28,6 +28,14 @@ __device__ __forceinline__ void ticket_wait(const unsigned* at, int all) {
   } while (static_cast<int>(seen) < all);
 }
 
+// What a word says that is zero until somebody sets it. Nothing else that was written is seen by that.
+__device__ __forceinline__ void set_word(int32_t* at, int v) { asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(at), "r"(v) : "memory"); }
+__device__ __forceinline__ int look_at_word(const int32_t* at) {
+  int v;
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(at) : "memory");
+  return v;
+}
+
 // The next of a launch's numbered units for a block: its first has the block's number, the others come as they are asked for.
 __device__ __forceinline__ int next_unit(Tickets* tickets, int blocks) { return blocks + static_cast<int>(atomicAdd(&tickets->arrived, 1u)); }
 // Called once by every block of the launch, by the thread that asked for units when it has been given one that is not there. True for the last one,
