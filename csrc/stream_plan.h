@@ -307,10 +307,10 @@ KDTREE_BOTH constexpr int at_most_half(int wanted, int places) { return wanted *
 constexpr int choosing(const Device& device, int rows) { return at_most_half(rows < 64 ? rows : 64, device.multiprocessors); }
 constexpr int combining(int rows) { return rows <= 2 ? 16 : rows <= 8 ? 32 : 128; }
 constexpr bool leaves_normed(int rows) { return rows > kOwnNorm; }  // in scratch, for gate and up
-// Times 16 experts that a block has. Of so few rows that a warp each has room for two such tiles blocks, with those that choose, are fewer than
-// multiprocessors, and leave room for gate and up's.
+// Times 16 experts that a block has. Blocks, with those that choose, are fewer than multiprocessors at K2.6's sizes, and leave room for gate and up's: up to
+// 64 blocks choose for many rows.
 constexpr int kFewRouted = 32;
-constexpr int route_tiles(int rows) { return rows <= kFewRouted ? 2 : 1; }
+constexpr int route_tiles(int rows) { return rows <= kFewRouted ? 2 : 3; }
 // A block's segment of its experts' bf16 weight rows and of the rows it norms itself; the choice takes the same place.
 constexpr size_t route_shared(int k, int rows, size_t choice) {
   const int own_rows = rows <= kOwnNorm ? rows : 0;
@@ -320,7 +320,8 @@ constexpr size_t route_shared(int k, int rows, size_t choice) {
 }
 constexpr bool serves_route(const Device& device, int k, int experts, int n_group, int top_k) {
   const size_t choice = 16 * static_cast<size_t>(experts) + 4 * static_cast<size_t>(experts / 32 + 2 + n_group + 2 * top_k);
-  return serves(device, k) && k <= kMostRouted && experts > 1 && experts <= kMostExperts && route_shared(k, kOwnNorm, choice) + kStatic <= device.shared;
+  const size_t few = route_shared(k, kOwnNorm, choice), many = route_shared(k, kFewRouted + 1, choice);
+  return serves(device, k) && k <= kMostRouted && experts > 1 && experts <= kMostExperts && (few > many ? few : many) + kStatic <= device.shared;
 }
 
 // Whether as many blocks as the registers leave room for find shared memory on a multiprocessor, which keeps 1 KB of each for itself;

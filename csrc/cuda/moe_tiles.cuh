@@ -6,8 +6,8 @@
 // ended up to a third apart. One thread asks for everything; a warp more finds the routes.
 // Of the shared expert, a block's unit is one segment of K of eight tiles, so that blocks read few of its activations; the segments' sums meet
 // in memory (L2), where the warp that found the routes adds them in the block whose segment is a group's last. Nobody waits for them there.
-// Launches overlap: gate and up begin with the shared expert when the router, the launch before, has normed its rows, and multiply it while experts
-// are chosen; down begins with an expert when gate and up have counted all of its tiles, of which the same warp tells.
+// Launches overlap: gate and up begin with the shared expert when the router, the launch before, has normed its rows, multiply it while experts
+// are chosen, and look for the choice themselves; down begins with an expert when gate and up have counted all of its tiles, of which the same warp tells.
 #pragma once
 #include <climits>
 

@@ -1,9 +1,10 @@
 // The router for bf16 activations in one launch: norm, product and choice; then the experts.
 //
 // Bytes: the router's weights once, E*K*2, asked for before the launch before has ended; flops 2*M*E*K on tensor cores. Bound by latency.
-// A block takes one segment of K of 16 experts, or 32 for up to 32 rows, which it holds in shared memory; a warp multiplies 16 with eight rows. Of one or two rows
-// every block norms its own; more are normed once, a block a row, in scratch, where gate and up find them too. The segments' sums
-// meet in scratch (L2), where blocks that do nothing else wait for them, add up a row each and choose its experts.
+// A block takes one segment of K of 32 experts, which it holds in shared memory; a warp multiplies 16 with eight rows. Of more than 32 rows it takes 48, and a
+// warp multiplies all of them with eight rows, which come to each block from L2. Of one or two rows every block norms its own; more are normed once, a block a
+// row, in scratch, where gate and up find them too. The segments' sums meet in scratch (L2), where blocks that do nothing else wait for them, add up a row each
+// and choose its experts. Gate and up in tiles, which run meanwhile, look for the ids where they are set word by word.
 // Reduction order: stream.cuh, the same as linear's, with the norm's squares by segments of whole units of int4, as the experts' are.
 #include <algorithm>
 
@@ -99,8 +100,8 @@ __device__ __forceinline__ void choose(const Params& p, void* memory, int blocks
   }
 }
 
-// OWN: at most kOwnRows rows. A block has TILES of 16 experts.
-template <bool OWN, int TILES>
+// OWN: at most kOwnRows rows. A block has TILES of 16 experts, a warp SIDE of them side by side.
+template <bool OWN, int TILES, int SIDE>
 __global__ __launch_bounds__(kThreads, 2) void route_kernel(const __grid_constant__ Params p) {
   extern __shared__ __align__(128) uint8_t smem[];
   __shared__ float squares[kOwnRows * kSegments];
@@ -154,34 +155,43 @@ __global__ __launch_bounds__(kThreads, 2) void route_kernel(const __grid_constan
   copy_wait<0>();
   __syncthreads();
 
-  constexpr int AHEAD = OWN ? 7 : 14;  // units of activations that are on their way at a time
+  constexpr int AHEAD = OWN ? 7 : 14, GROUPS = TILES / SIDE;  // units of activations that are on their way at a time
   const LaneOffsets at(lane);
-  for (int task = warp; task / TILES * kColumns < rows; task += kWarps) {
-    const int first = task / TILES * kColumns, own_tile = tile + task % TILES;
-    const uint32_t tile_weights = weights + task % TILES * tile_bytes;
+  for (int task = warp; task / GROUPS * kColumns < rows; task += kWarps) {
+    const int first = task / GROUPS * kColumns, own_tile = task % GROUPS * SIDE;
+    const uint32_t tile_weights = weights + own_tile * tile_bytes;
     const int row = min(first + lane / 4, rows - 1);  // columns without a row are the last one again, and written by nobody
     [[maybe_unused]] const uint16_t* const from = p.normed + static_cast<size_t>(row) * p.row_stride + unit * kUnitK<kKind> + lane % 4 * 8;
     [[maybe_unused]] const uint32_t own = shared_address(staged) + row * p.stride + lane % 4 * 16;
-    float acc[1][1][4] = {};
+    const auto unit_of_row = [&](int i) {
+      if constexpr (OWN) return load_shared16(own + i * 64);
+      else return __ldcg(reinterpret_cast<const uint4*>(from + i * kUnitK<kKind>));
+    };
+    float acc[SIDE][1][1][4] = {};
+    uint4 x[AHEAD];
+#pragma unroll
+    for (int i = 0; i < AHEAD; ++i) {
+      if (i < steps) x[i] = unit_of_row(i);
+    }
 #pragma unroll 1
     for (int begin = 0; begin < steps; begin += AHEAD) {
-      uint4 x[AHEAD];
 #pragma unroll
       for (int i = 0; i < AHEAD; ++i) {
         if (begin + i >= steps) break;
-        if constexpr (OWN) x[i] = load_shared16(own + (begin + i) * 64);
-        else x[i] = __ldcg(reinterpret_cast<const uint4*>(from + (begin + i) * kUnitK<kKind>));
-      }
 #pragma unroll
-      for (int i = 0; i < AHEAD; ++i) {
-        if (begin + i >= steps) break;
-        multiply_unit<kKind, 1, 1, 4>(acc, tile_weights + (begin + i) * kUnitBytes, at, [&](int, int) { return x[i]; });
+        for (int t = 0; t < SIDE; ++t) {
+          multiply_unit<kKind, 1, 1, 4>(acc[t], tile_weights + t * tile_bytes + (begin + i) * kUnitBytes, at, [&](int, int) { return x[i]; });
+        }
+        if (begin + i + AHEAD < steps) x[i] = unit_of_row(begin + i + AHEAD);  // at once, not when all of these are multiplied
       }
     }
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int m = first + lane % 4 * 2 + i % 2, e = own_tile * kTileRows + lane / 4 + i / 2 * 8;
-      if (m < rows && e < experts) __stcg(p.parts + (static_cast<size_t>(segment) * rows + m) * experts + e, acc[0][0][i]);
+    for (int t = 0; t < SIDE; ++t) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int m = first + lane % 4 * 2 + i % 2, e = (tile + own_tile + t) * kTileRows + lane / 4 + i / 2 * 8;
+        if (m < rows && e < experts) __stcg(p.parts + (static_cast<size_t>(segment) * rows + m) * experts + e, acc[t][0][0][i]);
+      }
     }
   }
   if (p.choosing > 0) arrive(p.tickets);
@@ -207,7 +217,8 @@ bool CudaBackend::route_stream(const LinearArgs& a, const RouterArgs& r, const M
   if (!own && tiles_serve(experts, false)) p.normed_rows = &unit_tickets(false)->ahead, p.chosen = chosen_;
   const int each = stream::route_tiles(a.max_rows), blocks = (tiles + each - 1) / each * kSegments;
   p.choosing = chooses ? stream::choosing(device_shape_, a.max_rows) : 0;
-  const auto kernel = own ? &route_kernel<true, stream::route_tiles(kOwnRows)> : each == 2 ? &route_kernel<false, 2> : &route_kernel<false, 1>;
+  constexpr int FEW = stream::route_tiles(stream::kFewRouted), MANY = stream::route_tiles(stream::kFewRouted + 1);
+  const auto kernel = own ? &route_kernel<true, FEW, 1> : a.max_rows <= stream::kFewRouted ? &route_kernel<false, FEW, 1> : &route_kernel<false, MANY, MANY>;
   const size_t shared = stream::route_shared(w.k, a.max_rows, ChoiceMemory::bytes(w.n, r.n_group, r.top_k));
   reserve_shared(reinterpret_cast<const void*>(kernel), "router", shared);
   leave_cache(reinterpret_cast<const void*>(kernel), kLittleShared);
