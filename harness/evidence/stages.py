@@ -169,12 +169,12 @@ def _preparations() -> dict[str, Stage]:
 def _first(device: str) -> dict[str, Stage]:
     """What one window of ten minutes shows."""
     return {
-        "tests": _pytest("tests", 85, *OPERATIONS, *WORKERS, needs=BUILT),
+        "tests": _pytest("tests", 95, *OPERATIONS, *WORKERS, needs=BUILT),
         "engine": _pytest("engine", 25, "tests/engine", *WORKERS, "-k", "cuda", needs=BUILT),
         "matrix": _cells(f"cuda-{device}-ledger.json", device, 50, "-n", "6", needs=BUILT),
         "step": _pytest("step", 20, K26_STEP, "-n", "0", needs=BUILT),
         "bench": _writes(
-            "bench-cuda.json", "bench", 250, *_harness("bench", "ops", "step", "--device", "cuda", "--k26", "384"),
+            "bench-cuda.json", "bench", 285, *_harness("bench", "ops", "step", "--device", "cuda", "--k26", "384"),
             *_filters(tables.patterns()), "--seconds", "0.3", "--scratch", str(SCRATCH),
             needs=BUILT, after=("peers-build",), quiet=True, listed=True,
         ),
@@ -205,8 +205,8 @@ def _deeper(device: str) -> dict[str, Stage]:
             needs=(*BUILT, "scale-bundles"),
         ),
         "memcheck": _sanitizer("memcheck", 45, *OURS, "--leak-check", "no"),
-        "synccheck": _sanitizer("synccheck", 60, *OURS, *BARRIERS),
-        "initcheck": _sanitizer("initcheck", 240),
+        "synccheck": _sanitizer("synccheck", 45, *OURS, *BARRIERS),
+        "initcheck": _sanitizer("initcheck", 60),
         "racecheck": _sanitizer("racecheck", 150, *OURS, "--racecheck-report", "all"),
     }  # fmt: skip
 
