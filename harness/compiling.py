@@ -79,6 +79,10 @@ def compile_library(
             compile_and_link(**{name: value for name, value in values.items() if name in known})
         for made_ahead in folder.glob(f"{AHEAD}*"):
             made_ahead.unlink()
+        if not (folder / f"{NAME}.so").is_file():
+            raise BuildError(
+                f"the compiler, {toolchain.cxx()}, ended without an error and has made no library; CXX names another"
+            )
         os.rename(folder, final)  # with its objects, which harness/mutants/build.py links again
     except RuntimeError as error:
         log = final.parent / f"{final.name}.log"

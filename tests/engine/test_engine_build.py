@@ -308,6 +308,15 @@ def test_no_compiler(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
+def test_a_compiler_that_makes_nothing_is_no_build(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "/bin/true")
+    for _ in range(2):  # nothing is left that the second would take for a build
+        with pytest.raises(BuildError, match=r"the compiler, /bin/true, .* has made no library; CXX names another"):
+            build()
+    assert not list((tree / "build").glob("cpu-*/"))
+
+
+@pytest.mark.slow
 def test_no_ninja(tree: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Only a compiler on PATH, and no ninja package."""
     tools = tmp_path / "tools"
