@@ -14,6 +14,7 @@ from harness.bench.cases import Case
 from harness.bench.ceilings import COLD, Ceilings
 from harness.bench.operands import Bench, Calls
 from harness.bench.peers import Peer
+from harness.describe import filled
 from harness.protocol import EngineError
 
 Say = Callable[[str], None]
@@ -161,16 +162,14 @@ def _state(line: Line) -> list[str]:
 
 
 def text(line: Line) -> str:
-    """The line for a reader."""
+    """The line for a reader: what it took, and behind an indent what that is to be compared with."""
     peers = [f"{name} {us / line.us:.2f}x" for name, us in line.peers.items()]
     peers += [f"{name} failed: {why}" for name, why in line.peer_errors.items()]
     goals = [f"target {goal}: {how}" for goal, how in line.targets.items()]
-    figures = (
-        f"{line.case:<44} {line.us:>10.1f} us [{line.q1:.1f}, {line.q3:.1f}]  {line.bytes / 1e6:>9.3f} MB"
-        f" {line.flops / 1e9:>9.4f} GFLOP  {100 * line.roofline:>5.1f} % of the roofline"
-        f"  {line.x_floor:.2f}x the floor{'' if line.cold else '  warm'}"
-    )
-    return "  ".join([figures, *peers, *goals, *_state(line)])
+    time = f"{line.case:<52} {line.us:>10.1f} us [{line.q1:.1f}, {line.q3:.1f}]  {line.x_floor:.2f}x the floor"
+    work = f"{line.bytes / 1e6:.3f} MB, {line.flops / 1e9:.4f} GFLOP, {100 * line.roofline:.1f} % of the roofline"
+    compared = "; ".join([work, *([] if line.cold else ["warm"]), *peers, *goals, *_state(line)])
+    return f"{time}\n{filled(f'    {compared}', '    ')}"
 
 
 def run(

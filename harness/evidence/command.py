@@ -293,7 +293,8 @@ class Run:
         for name, running in self.running.items():
             if now - self._told[name] > TELL_EVERY:
                 self._told[name] = now
-                last = (record.tail(running.log) or [""])[-1]
+                said = record.tail(running.log)[::-1]  # what is indented belongs to a line before it
+                last = next((line for line in said if not line[0].isspace()), said[0] if said else "")
                 self._say(name, f"{running.seconds:.0f} s: {last.strip()}")
         if self.running and now - self._kept > KEEP_EVERY:
             for name, running in self.running.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -15,6 +16,8 @@ from harness.bench import ceilings, clock, ops, plot, reading, step
 from harness.bench.ceilings import Ceilings
 from harness.cells import INCOMPLETE, INFRASTRUCTURE, PASSED
 from harness.cli import main
+from harness.describe import WIDTH
+from harness.sources import ROOT
 
 LIMITS = Ceilings(1e10, {"f32": 1e11}, None, 1 << 16, lambda size: size / 1e4)
 FIELDS = {"case", "op", "M", "K", "N", "T", "device", "us", "bytes", "flops", "x_floor", "peers"}
@@ -23,6 +26,18 @@ FIELDS = {"case", "op", "M", "K", "N", "T", "device", "us", "bytes", "flops", "x
 @pytest.fixture
 def known_ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ceilings, "measure", lambda device: LIMITS)
+
+
+def test_what_is_printed_of_a_case_fits_a_terminal() -> None:
+    """Of a committed record, with all its peers and targets. The case stands on a line that is not indented."""
+    record = ROOT / "docs" / "evidence" / "bench-cuda.json"
+    for case in json.loads(record.read_text("utf-8"))["cases"]:
+        line = ops.Line(**{one.name: case[one.name] for one in fields(ops.Line)})
+        first, *more = f"[99/99] {ops.text(line)}".splitlines()
+        assert max(map(len, [first, *more])) <= WIDTH
+        assert line.case in first
+        assert all(peer in "".join(more) for peer in line.peers)
+        assert all(part.startswith("    ") for part in more)
 
 
 @pytest.mark.slow

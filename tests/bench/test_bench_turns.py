@@ -182,7 +182,7 @@ def test_a_hot_case_rests_before_every_measurement(monkeypatch: pytest.MonkeyPat
     assert line.peers == {"no-tree": 40.0, "one": 60.0}
     assert (line.turns, line.rest_s, line.samples) == (3, 0.3, 15)
     assert line.card == {"before": [1980.0, 400.0], "after": [1980.0 - 300, 500.0]}
-    assert ops.text(line).endswith("  3 turns within 0.0 %  1980 to 1680 MHz")
+    assert " ".join(ops.text(line).split()).endswith("; 3 turns within 0.0 %; 1980 to 1680 MHz")
 
 
 def test_another_case_rests_before_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,7 +201,7 @@ def test_the_median_is_over_turns_and_their_distance_is_said(monkeypatch: pytest
     monkeypatch.setattr(Card, "timed", lambda self, calls, part: timing(next(given) if calls else 45.0))
     line = card.measure(monkeypatch, attention(131072, 64), 0.9)
     assert (line.us, line.by_turn["own"], line.x_floor) == (33.0, [30.0, 50.0, 33.0], 1.5)
-    assert "3 turns within 60.6 %" in ops.text(line)
+    assert "3 turns within 60.6 %" in " ".join(ops.text(line).split())
 
 
 def test_who_wants_peers_compiled_alone_does_not_wait() -> None:

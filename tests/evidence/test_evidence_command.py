@@ -281,6 +281,24 @@ def test_a_window_that_ended_with_its_machine_is_gone_on_with_from_what_it_had(
     assert log(tmp_path, "faults") == "[1]\n"
 
 
+def test_a_stage_that_runs_is_told_of_by_its_last_line_that_is_not_indented(
+    tmp_path: Path, known: dict[str, Stage], go: Go, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "TELL_EVERY", 0.0)
+    waits = f"while not os.path.exists({str(tmp_path / 'told')!r}): time.sleep(0.01)"
+    known["one"] = Stage(python(f"import os, time\nprint('case 1\\n    of peers', flush=True)\n{waits}"), PATIENCE)
+    say = command.Run._say
+
+    def noticed(window: command.Run, name: str, what: str) -> None:
+        if "case 1" in what:
+            (tmp_path / "told").touch()
+        say(window, name, what)
+
+    monkeypatch.setattr(command.Run, "_say", noticed)
+    assert go() == 0
+    assert "of peers" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("field", ["engine", "lock", "device", "schema"])
 def test_windows_of_two_engines_are_not_mixed(
     tmp_path: Path, known: dict[str, Stage], go: Go, capsys: pytest.CaptureFixture[str], field: str
