@@ -213,6 +213,17 @@ def test_large_scores_neither_overflow_nor_vanish(ops: Ops) -> None:
         within(got["o"][-1], want, 1e-3 * (np.abs(want).max() + 1), f"o of row {at + 49}, [head, element]")
 
 
+def test_a_key_that_is_no_number_shows_in_every_row_that_sees_it(ops: Ops) -> None:
+    """A score of NaN must not pass for a weight of nothing."""
+    a = Attention(DIMS[1], 70)
+    for broken in (3, 66):  # of the first chunk of keys, and of the second
+        a.kv[broken, a.rank] = np.nan
+        got = Layer(ops, a, 70).step(range(70), chain(70), 0)["o"]
+        assert np.isfinite(got[:broken]).all()
+        assert np.isnan(got[broken:]).all()
+        a.kv[broken, a.rank] = 0.0
+
+
 def test_threads_and_instruction_sets_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
     a = Attention(DIMS[2], 150)
     results = set()

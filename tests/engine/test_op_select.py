@@ -79,11 +79,12 @@ def drawn(logits: F32, position: int, temperature: float, seed: int) -> int:
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2**32, 2**64 - 1])
-@pytest.mark.parametrize("temperature", [0.3, 1.0, 2.5])
+@pytest.mark.parametrize("temperature", [1e-6, 0.3, 1.0, 2.5])
 def test_draws_are_keyed_by_seed_position_and_token(ops: Ops, seed: int, temperature: float) -> None:
     """The position of a tree row is its depth after the committed rows, not its index."""
     logits = draw(np.random.default_rng(3), 7, 90)
     logits[4:] -= 100.0  # no draw of theirs is above zero
+    logits *= np.float32(min(temperature, 1.0))  # near enough to each other for a draw to matter
     rows = Rows([-1, 0, 0, 1, 1, 3, 2])
     got = choose(ops, logits, temperature=temperature, seed=seed, kv_len=11, rows=rows)[0]
     want = [drawn(logits[r], 11 + int(rows.depths[r]), temperature, seed) for r in range(7)]
