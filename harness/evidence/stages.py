@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from harness import gpu_share
 from harness.bench import tables
 
 SCRATCH = Path("build/evidence")
@@ -19,6 +20,7 @@ K26_STEP, RANKS = "tests/cuda/test_step_k26.py", "tests/cuda/test_ranks.py"
 OPERATIONS = ("tests/cuda", "--ignore", K26_STEP, "--ignore", RANKS)
 SCALE = ("k26_slice", "k26_layer", "k26_bf16", "stated")
 GENERIC = {"KDTREE_CUDA_TENSOR": "0"}
+SHARED = {gpu_share.SHARE: "1"}
 SANITIZER = ("compute-sanitizer", "--error-exitcode", "9", "--print-limit", "20")
 OURS = ("--kernel-name", "kns=kdtree")
 """The engine's kernels alone. initcheck watches all: what torch's kernels had written would count as never written."""
@@ -142,7 +144,7 @@ BUILT = ("build", "build-cpu", "bundles")
 MODULE, WORKERS = ("python", "-m"), ("-n", "8")
 K26 = ("--file", str(SCRATCH / "k26.kdtr"), "--layers", "8")
 WIDTHS = ("-M", "1", "-M", "16", "-M", "64")
-FAULTS = ("mutants", "--device", "cuda", "--workers", "14")
+FAULTS = ("mutants", "--device", "cuda", "--workers", "14", "-k", "not controls")
 
 
 def _filters(names: Sequence[str]) -> tuple[str, ...]:
@@ -196,6 +198,11 @@ def _deeper(device: str) -> dict[str, Stage]:
             "mutants-cuda.json", "faults", 360, *_harness(*FAULTS, "--resume"),
             to="out", needs=BUILT, after=("faults-build",), piecewise=True, listed=True,
         ),
+        "controls": _writes(  # every cell and operation in one process takes longer than all faults together
+            "mutants-cuda-controls.json", "controls", 420,
+            *_harness("mutants", "--device", "cuda", "--workers", "2", "-k", "controls"),
+            to="out", needs=BUILT, listed=True,
+        ),
         "broken": _writes(
             f"broken-{device}.json", "broken", 90, *MODULE, "tests.cuda.broken", "--workers", "12", "--resume",
             needs=BUILT, piecewise=True, listed=True,
@@ -211,8 +218,9 @@ def _deeper(device: str) -> dict[str, Stage]:
     }  # fmt: skip
 
 
-def _others(device: str, several: str) -> dict[str, Stage]:
+def _others(device: str, gpus: int) -> dict[str, Stage]:
     """The generic kernels, what bounds the others, and ranks."""
+    several = f"ranks-{device}x{gpus}" if gpus > 1 else f"ranks-{device}-shared"
     return {
         "tests-generic": _pytest(
             "tests-generic", 145, *OPERATIONS, "tests/engine", *WORKERS, "-k", "cuda", needs=BUILT, environment=GENERIC
@@ -233,7 +241,10 @@ def _others(device: str, several: str) -> dict[str, Stage]:
             f"text-acceptance-{device}.json", "acceptance", 60, *_harness("acceptance", "--device", "cuda"),
             needs=BUILT, quiet=True,
         ),
-        "ranks-matrix": _cells(f"{several}-ledger.json", device, 60, "-n", "0", "--ranks", "2", needs=BUILT),
+        "ranks-matrix": _cells(
+            f"{several}-ledger.json", device, 60, "-n", "0", "--ranks", "2",
+            needs=BUILT, environment=SHARED if gpus == 1 else {},
+        ),
         "ranks": _writes(
             f"{several}-times.json", "ranks", 90, *MODULE, "harness.bench.ranks", "--ranks", "2", *K26, *WIDTHS,
             needs=("build",), after=("share",), quiet=True, gpus=2,
@@ -243,5 +254,4 @@ def _others(device: str, several: str) -> dict[str, Stage]:
 
 def stages(device: str, gpus: int = 1) -> dict[str, Stage]:
     """By name, in the order in which they are tried. ``device``: as `device_name` has it."""
-    several = f"ranks-{device}x{gpus}" if gpus > 1 else f"ranks-{device}-shared"
-    return _preparations() | _first(device) | _deeper(device) | _others(device, several)
+    return _preparations() | _first(device) | _deeper(device) | _others(device, gpus)

@@ -91,17 +91,19 @@ def test_a_record_that_is_missing_or_none_is_told_of(tmp_path: Any) -> None:
         path.unlink()
 
 
-def test_faults_are_counted_beside_their_controls() -> None:
+def test_faults_and_controls_are_counted_apart() -> None:
     def line(name: str, caught: str, named: bool | None, group: str = "trees") -> dict[str, Any]:
         return {"name": name, "group": group, "caught_by": caught, "operation_named": named}
 
     lines = [line("a", "x", True), line("b", "x", False), line("c", "", None), line("d", "x", None)]
     controls = [line("unedited", "", None, "controls"), line("white_space", "x", None, "controls")]
-    assert counts.faults(json.dumps([*lines, *controls]).encode()) == {
-        "faults": 4, "caught": 3, "operation named": 1, "operation stated": 2, "controls": 2, "controls passed": 1,
-        "named": ["c"],
+    both = json.dumps([*lines, *controls]).encode()
+    assert counts.faults(both) == {
+        "faults": 4, "caught": 3, "operation named": 1, "operation stated": 2, "named": ["c"],
     }  # fmt: skip
-    assert not counts.shows(counts.faults(json.dumps(controls).encode())), "controls alone show nothing"
+    assert counts.controls(both) == {"controls": 2, "passed": 1, "named": ["white_space"]}
+    assert not counts.shows(counts.faults(json.dumps(controls).encode())), "controls alone show no fault"
+    assert not counts.shows(counts.controls(json.dumps(lines).encode())), "nor faults a control"
 
 
 def test_bits_that_differ_between_ranks_are_counted() -> None:

@@ -9,6 +9,8 @@ import pytest
 from harness.evidence import schedule
 from harness.evidence.schedule import NO_TIME, PASSED, RUNNING, WAITING, decide
 from harness.evidence.stages import Stage, stages
+from harness.filters import matcher
+from harness.mutants.catalogue import CONTROLS
 
 PLENTY = 1000.0
 
@@ -184,6 +186,20 @@ def test_the_table_of_stages_comes_to_an_end_in_any_time(budget: float) -> None:
         assert passed >= {"tests", "engine", "matrix", "step", "bench", "pairs"}
     if budget == 4000:
         assert passed == set(known)
+
+
+def test_ranks_share_a_gpu_where_there_is_but_one() -> None:
+    assert stages("h200")["ranks-matrix"].environment == {"KDTREE_RANKS_SHARE_GPU": "1"}
+    assert not stages("h200", 2)["ranks-matrix"].environment
+
+
+def test_faults_do_not_wait_for_engines_without_one() -> None:
+    """A control runs every cell and operation in one process: a window ended with it in place of the faults."""
+    known = stages("h200")
+    for name in ("faults-build", "faults"):
+        command = known[name].command
+        assert not matcher(command[command.index("-k") + 1])(["unedited", CONTROLS])
+    assert matcher(known["controls"].command[known["controls"].command.index("-k") + 1])(["unedited", CONTROLS])
 
 
 def test_every_stage_waits_for_stages_that_come_before_it() -> None:
