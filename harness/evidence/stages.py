@@ -164,7 +164,7 @@ def _preparations() -> dict[str, Stage]:
             _harness("bench", "ops", "--device", "cuda", *_filters(PEERS), "--seconds", "0.001"),
             95, needs=("build",), beside=True, prepares=True, module="humming",
         ),
-        "scale-bundles": Stage(_harness("bundles", *SCALE), 300, beside=True, prepares=True),
+        "scale-bundles": Stage(_harness("bundles", *SCALE), 420, beside=True, prepares=True),
     }  # fmt: skip
 
 
@@ -180,12 +180,12 @@ def _first(device: str) -> dict[str, Stage]:
             *_filters(tables.patterns()), "--seconds", "0.3", "--scratch", str(SCRATCH),
             needs=BUILT, after=("peers-build",), quiet=True, listed=True,
         ),
-        "share": _writes(
-            f"share-{device}.json", "timeline", 35, *MODULE, "harness.bench.timeline", *K26, *WIDTHS,
-            "--share-of", "1", "--share-of", "2", needs=("build",), quiet=True,
-        ),
         "pairs": _writes(
             f"pairs-{device}.json", "pairs", 25, *MODULE, "tests.cuda.pairs", needs=("build",), listed=True
+        ),
+        "share": _writes(
+            f"share-{device}.json", "timeline", 20, *MODULE, "harness.bench.timeline", *K26, *WIDTHS,
+            "--share-of", "1", "--share-of", "2", needs=("build",), quiet=True,
         ),
     }  # fmt: skip
 
@@ -193,7 +193,7 @@ def _first(device: str) -> dict[str, Stage]:
 def _deeper(device: str) -> dict[str, Stage]:
     """Ranks in one process, planted faults, real sizes, the sanitizers."""
     return {
-        "ranks-tests": _pytest("ranks-tests", 60, RANKS, "-n", "0", needs=BUILT, quiet=True),
+        "ranks-tests": _pytest("ranks-tests", 90, RANKS, "-n", "0", needs=BUILT, quiet=True),
         "faults": _writes(
             "mutants-cuda.json", "faults", 360, *_harness(*FAULTS, "--resume"),
             to="out", needs=BUILT, after=("faults-build",), piecewise=True, listed=True,
@@ -223,7 +223,7 @@ def _others(device: str, gpus: int) -> dict[str, Stage]:
     several = f"ranks-{device}x{gpus}" if gpus > 1 else f"ranks-{device}-shared"
     return {
         "tests-generic": _pytest(
-            "tests-generic", 145, *OPERATIONS, "tests/engine", *WORKERS, "-k", "cuda", needs=BUILT, environment=GENERIC
+            "tests-generic", 135, *OPERATIONS, "tests/engine", *WORKERS, "-k", "cuda", needs=BUILT, environment=GENERIC
         ),
         "matrix-generic": _cells(
             f"cuda-{device}-generic-ledger.json", device, 30, "-n", "6", "-k", "bf16",
@@ -234,15 +234,15 @@ def _others(device: str, gpus: int) -> dict[str, Stage]:
             needs=BUILT, quiet=True,
         ),
         "counters": _writes(
-            f"counters-{device}.json", "counters", 150, *MODULE, "harness.bench.counters",
+            f"counters-{device}.json", "counters", 30, *MODULE, "harness.bench.counters",
             needs=("build",), quiet=True, tool="ncu",
         ),
         "acceptance": _writes(
-            f"text-acceptance-{device}.json", "acceptance", 60, *_harness("acceptance", "--device", "cuda"),
+            f"text-acceptance-{device}.json", "acceptance", 30, *_harness("acceptance", "--device", "cuda"),
             needs=BUILT, quiet=True,
         ),
         "ranks-matrix": _cells(
-            f"{several}-ledger.json", device, 60, "-n", "0", "--ranks", "2",
+            f"{several}-ledger.json", device, 480, "-n", "0", "--ranks", "2",
             needs=BUILT, environment=SHARED if gpus == 1 else {},
         ),
         "ranks": _writes(
