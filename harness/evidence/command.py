@@ -26,8 +26,18 @@ from harness.evidence import record, schedule
 from harness.evidence.record import EvidenceError, Folder
 from harness.evidence.running import GRACE, LEFT_BEHIND, PATIENCE, Running
 from harness.evidence.schedule import FAILED, INTERRUPTED, NOT_CHOSEN, NOT_NEEDED, OUT_OF_TIME, PASSED, RUNNING, WAITING
-from harness.evidence.stages import SCRATCH, Stage, device_name, stages, summary_name
+from harness.evidence.stages import (
+    FAULTS_RECORD,
+    SCRATCH,
+    Stage,
+    device_name,
+    stages,
+    summary_name,
+    with_faults_left,
+)
 from harness.files import said
+from harness.mutants.catalogue import CatalogueError
+from harness.mutants.result import share_left
 from harness.remote.farside.process import adopt_orphans, bury
 from harness.sources import ROOT, describe, misfit
 
@@ -100,7 +110,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         with alone_here():
             return Run(known, device, len(seen.gpus), options).go()
-    except EvidenceError as error:
+    except (EvidenceError, CatalogueError) as error:
         print(f"kdtree evidence: {error}", file=sys.stderr)
         return INFRASTRUCTURE
 
@@ -143,7 +153,7 @@ class Run:
     """One window: what became of each stage, and what runs."""
 
     def __init__(self, known: Mapping[str, Stage], device: str, gpus: int, options: argparse.Namespace) -> None:
-        """Raises EvidenceError."""
+        """Raises EvidenceError, CatalogueError."""
         self.began = time.monotonic()
         self.stop = self.began + options.budget - SPARE - ENDING
         """When the last stage is told to end."""
@@ -156,6 +166,8 @@ class Run:
         if options.resume:
             self.summary = record.earlier(options.resume / self.name, device, self.sources)
             self.folder.take(options.resume, self.summary)
+            left = share_left(options.resume / FAULTS_RECORD, self.sources.engine, "cuda")
+            self.stages = with_faults_left(known, left)
         if mine and (not options.resume or options.resume.resolve() != options.out.resolve()):
             raise EvidenceError(f"{options.out / self.name}: an earlier run's; name another folder, or --resume this")
         self.summary["windows"].append(record.window(self.sources))
@@ -200,7 +212,7 @@ class Run:
             self._say(
                 "", "no .git and no .kdtree-source.json here (docs/cuda.md): records name the engine's hash alone"
             )
-        for name in ("mutants-cuda.json", f"broken-{self.summary['device']}.json"):
+        for name in (FAULTS_RECORD, f"broken-{self.summary['device']}.json"):
             if (data := self.folder.held(name)) is not None:  # what these have, they need not try again
                 (ROOT / SCRATCH / name).write_bytes(data)
         with self._signals():

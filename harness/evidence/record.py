@@ -66,6 +66,13 @@ def earlier(path: Path, device: str, sources: Sources) -> dict[str, Any]:
         raise EvidenceError(f"{path}: not JSON: {error}") from error
     if not isinstance(summary, dict) or summary.get("schema") != SCHEMA:
         raise EvidenceError(f"{path}: schema: not a summary of `kdtree evidence`, so nothing can go on with it")
+    windows, stages = summary.get("windows"), summary.get("stages")
+    told = stages.values() if isinstance(stages, dict) and isinstance(windows, list) else [None]
+    if not all(isinstance(one, dict) and "status" in one for one in told):
+        raise EvidenceError(
+            f"{path}: windows or stages: not as `kdtree evidence` writes them; leave out --resume, and all stages run"
+            " again"
+        )
     wanted = {"device": device, "engine": sources.engine, "lock": sources.lock}
     for field, value in wanted.items():
         if summary.get(field) != value:
@@ -140,7 +147,8 @@ class Folder:
         """Records and logs of an earlier window, as its summary names them. Raises EvidenceError."""
         try:
             for found in summary["stages"].values():
-                if name := found.get("record"):
+                name = found.get("record")
+                if name and (found["status"] == PASSED or (folder / name).is_file()):
                     self.put(name, (folder / name).read_bytes())
             if (folder / LOGS).is_file():
                 with tarfile.open(folder / LOGS, "r:") as archive:

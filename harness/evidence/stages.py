@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from harness import gpu_share
@@ -144,6 +144,9 @@ BUILT = ("build", "build-cpu", "bundles")
 MODULE, WORKERS = ("python", "-m"), ("-n", "8")
 K26 = ("--file", str(SCRATCH / "k26.kdtr"), "--layers", "8")
 WIDTHS = ("-M", "1", "-M", "16", "-M", "64")
+FAULT_STAGES, FAULTS_RECORD = ("faults-build", "faults"), "mutants-cuda.json"
+FEW_FAULTS = 60.0
+"""Seconds of the fewest: a launch that never ends takes longer than all that do."""
 FAULTS = ("mutants", "--device", "cuda", "--workers", "14", "-k", "not controls")
 
 
@@ -157,7 +160,7 @@ def _preparations() -> dict[str, Stage]:
         "build-cpu": Stage(_harness("build", "--device", "cpu"), 20, share=0.25, prepares=True),
         "bundles": Stage(_harness("bundles"), 25, share=0.25, prepares=True),
         "faults-build": Stage(
-            _harness(*FAULTS, "--build-only", "--resume", "--out", str(SCRATCH / "mutants-cuda.json")),
+            _harness(*FAULTS, "--build-only", "--resume", "--out", str(SCRATCH / FAULTS_RECORD)),
             220, needs=("build",), beside=True, prepares=True,
         ),
         "peers-build": Stage(
@@ -195,7 +198,7 @@ def _deeper(device: str) -> dict[str, Stage]:
     return {
         "ranks-tests": _pytest("ranks-tests", 90, RANKS, "-n", "0", needs=BUILT, quiet=True),
         "faults": _writes(
-            "mutants-cuda.json", "faults", 360, *_harness(*FAULTS, "--resume"),
+            FAULTS_RECORD, "faults", 360, *_harness(*FAULTS, "--resume"),
             to="out", needs=BUILT, after=("faults-build",), piecewise=True, listed=True,
         ),
         "controls": _writes(  # every cell and operation in one process takes longer than all faults together
@@ -250,6 +253,14 @@ def _others(device: str, gpus: int) -> dict[str, Stage]:
             needs=("build",), after=("share",), quiet=True, gpus=2,
         ),
     }  # fmt: skip
+
+
+def with_faults_left(known: Mapping[str, Stage], share: float) -> dict[str, Stage]:
+    """The stages, of which those of the faults take as long as that share of the catalogue."""
+    found = dict(known)
+    for name in set(FAULT_STAGES) & set(known):
+        found[name] = replace(known[name], seconds=max(FEW_FAULTS, share * known[name].seconds))
+    return found
 
 
 def stages(device: str, gpus: int = 1) -> dict[str, Stage]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from harness.bundles import cache_folder
 from harness.files import said
-from harness.mutants.catalogue import CatalogueError, Fault
+from harness.mutants.catalogue import CatalogueError, Fault, load
 from harness.mutants.run import NOT_BUILT, Outcome
 from harness.sources import ROOT
 
@@ -94,6 +94,12 @@ def good_ones(path: Path, engine: str, device: str) -> dict[str, dict[str, Any]]
         if as_it_should and of_this and entry.get("verdict") != NOT_BUILT:
             found[entry["name"]] = entry
     return found
+
+
+def share_left(path: Path, engine: str, device: str) -> float:
+    """Of the catalogue's faults of ``device``, those that `good_ones` does not have. Raises CatalogueError."""
+    names = {fault.name for fault in load() if fault.device == device and not fault.is_control}
+    return len(names - set(good_ones(path, engine, device))) / len(names)
 
 
 def line(result: Result) -> str:

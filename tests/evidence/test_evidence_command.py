@@ -23,8 +23,10 @@ import pytest
 from harness import cli, files
 from harness.evidence import command, record, running
 from harness.evidence.record import LOGS
-from harness.evidence.stages import Stage, device_name, stages
+from harness.evidence.schedule import NO_TIME
+from harness.evidence.stages import FAULTS_RECORD, Stage, device_name, stages, with_faults_left
 from harness.gpu import Gpu, Survey
+from harness.mutants.catalogue import load
 from harness.sources import ROOT
 from tests import processes
 from tests.harness.records import SOURCES
@@ -265,7 +267,7 @@ def test_a_window_that_ended_with_its_machine_is_gone_on_with_from_what_it_had(
     monkeypatch.setattr(command, "KEEP_EVERY", 0.0)
     out, died, other = tmp_path / "out", tmp_path / "died", ["--only", "other"]
     until = f"while 'record' not in json.load(open({str(out / SUMMARY)!r}))['stages']['faults']: time.sleep(0.01)"
-    code = f"import json, shutil, time\nopen({str(made)!r}, 'w').write('[1]')\n{until}\n"
+    code = f"import json, shutil, time\nopen({str(made)!r}, 'w').write('[]')\n{until}\n"
     code += f"shutil.copytree({str(out)!r}, {str(died)!r})"
     known["faults"] = Stage(python(code), PATIENCE, made=made, record="mutants-cuda.json")
     known["other"] = Stage(python("pass"), 9)
@@ -273,12 +275,50 @@ def test_a_window_that_ended_with_its_machine_is_gone_on_with_from_what_it_had(
     assert json.loads((died / SUMMARY).read_text())["stages"]["faults"]["status"] == "running"
     for before, after in ((died, "second"), (tmp_path / "second", "third")):
         assert command.main([str(tmp_path / after), "--resume", str(before), *other]) == 0
-        assert (tmp_path / after / "mutants-cuda.json").read_text() == "[1]"
+        assert (tmp_path / after / "mutants-cuda.json").read_text() == "[]"
     known["faults"] = Stage(python(f"print(open({str(made.with_name('mutants-cuda.json'))!r}).read())"), 9)
     assert command.main([str(out), "--resume", str(tmp_path / "third"), "--only", "faults"]) == 3, "an earlier run's"
     shutil.rmtree(out)
     assert command.main([str(out), "--resume", str(tmp_path / "third"), "--only", "faults"]) == 0
-    assert log(tmp_path, "faults") == "[1]\n"
+    assert log(tmp_path, "faults") == "[]\n"
+
+
+def test_a_record_of_a_stage_that_did_not_pass_may_be_gone(
+    tmp_path: Path, known: dict[str, Stage], go: Go, made: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Only records of stages that passed are kept with the documents; a window goes on from there."""
+    known["good"] = Stage(makes(made, "1"), 9, made=made, record="good.json")
+    late = made.with_name("late")
+    known["late"] = Stage(makes(late, "2", "raise SystemExit(1)"), 9, made=late, record="late.json")
+    assert go() == 1
+    second = [str(tmp_path / "second"), "--resume", str(tmp_path / "out")]
+    (tmp_path / "out" / "late.json").unlink()
+    assert command.main(second) == 1, "it runs again, and fails again"
+    assert {path.name for path in (tmp_path / "second").iterdir()} == {SUMMARY, LOGS, "good.json", "late.json"}
+    (tmp_path / "out" / "good.json").unlink()
+    capsys.readouterr()
+    assert command.main([str(tmp_path / "third"), *second[1:]]) == 3
+    assert "good.json" in capsys.readouterr().err
+
+
+def test_what_is_left_of_the_faults_decides_whether_they_begin(
+    tmp_path: Path, known: dict[str, Stage], go: Go, made: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = [fault.name for fault in load() if fault.device == "cuda"]
+    caught = [{"name": name, "device": "cuda", "caught_by": "x", "engine": SOURCES.engine} for name in names]
+    wanted = 360.0
+    known["faults"] = Stage(makes(made, json.dumps(caught[1:])), wanted, made=made, record=FAULTS_RECORD)
+    assert go("--budget", "100") == 2
+    assert statuses(tmp_path) == {"faults": NO_TIME}
+    (tmp_path / "out" / FAULTS_RECORD).write_text(json.dumps(caught[1:]))
+    second = ["--resume", str(tmp_path / "out"), "--budget", "100"]
+    assert command.main([str(tmp_path / "second"), *second]) == 0
+    (tmp_path / "out" / FAULTS_RECORD).write_text("[1]")
+    assert command.main([str(tmp_path / "third"), *second]) == 3
+    assert f"{FAULTS_RECORD}: not a record of `kdtree mutants --out`" in capsys.readouterr().err
+    half = with_faults_left(stages("h200"), 0.5)
+    assert (half["faults"].seconds, half["faults-build"].seconds) == (180, 110)
+    assert with_faults_left(stages("h200"), 0)["faults"].seconds == 60
 
 
 def test_a_stage_that_runs_is_told_of_by_its_last_line_that_is_not_indented(

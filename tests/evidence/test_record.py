@@ -78,7 +78,9 @@ def test_the_last_words_have_no_folders_of_this_machine(
         ("{", "not JSON"),
         ("[]", "schema: not a summary"),
         ('{"schema": 2}', "schema: not a summary"),
-        ('{"schema": 1}', "device: None there, h200 here"),
+        ('{"schema": 1}', "windows or stages: not as"),
+        ('{"schema": 1, "windows": [], "stages": {"a": {}}}', "windows or stages: not as"),
+        ('{"schema": 1, "windows": [], "stages": {}}', "device: None there, h200 here"),
     ],
 )
 def test_an_earlier_run_that_cannot_be_gone_on_with(tmp_path: Path, text: str | None, said: str) -> None:
@@ -100,7 +102,7 @@ def test_a_folder_takes_over_records_and_logs(tmp_path: Path) -> None:
     out.log("a", log)
     out.summary("run.json", record.blank("h200", SOURCES))
     assert (out.unwritten, out.problems) == ([], [])
-    summary: dict[str, Any] = {"stages": {"a": {"record": "a.json"}, "b": {}}}
+    summary: dict[str, Any] = {"stages": {"a": {"status": "passed", "record": "a.json"}, "b": {"status": "passed"}}}
     tar = tmp_path / "all.tar.gz"
     other = Folder(second, tar)
     assert other.unwritten == [str(tar)]
