@@ -369,6 +369,7 @@ def test_slower_than_allowed(green: Ledger, judge: Judge, older: Callable[[Ledge
     result = judge(timed(green, 1.2), *options)
     only(result, FAILED, "slower", "int4-ddtree-cpu: decoding takes 1.20 times as long as in 20290101T000000Z-000000")
     assert judge(timed(green, 1.2), *older(green)) == (PASSED, [])
+    assert judge(green, *older(green), "--max-slowdown", "1") == (PASSED, [])
 
 
 def test_times_that_cannot_be_compared_do_not_pass(
@@ -387,7 +388,13 @@ def test_cells_taken_out_of_the_matrix(green: Ledger, judge: Judge, older: Calla
 
 
 @pytest.mark.parametrize(
-    "options", [["--max-slowdown", "1.1"], ["--allow-removed"], ["--against", "x", "--max-slowdown", "nan"], ["extra"]]
+    "options",
+    [
+        ["--max-slowdown", "1.1"],
+        ["--allow-removed"],
+        *(["--against", "x", "--max-slowdown", ratio] for ratio in ("nan", "inf", "0", "-1")),
+        ["extra"],
+    ],
 )
 def test_wrong_arguments_are_configuration_errors(options: list[str]) -> None:
     with pytest.raises(SystemExit) as stop:
@@ -420,6 +427,24 @@ def test_plain_output_ends_with_the_answer(
     assert lines[0].startswith(f"  failed  {ID}: FAIL_LOGITS")
     assert lines[-2].strip() == f"again: nox -s test -- -k {ID}"
     assert lines[-1].startswith("gate: CLOSED by 1 finding: 19 of 20 expected cells passed on cpu")
+
+
+def test_what_was_waived_and_what_is_not_committed_is_told(
+    checkout: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of waived cells those that the waiver was needed for."""
+    waive(checkout, ID, "FAIL_LOGITS")
+    green = runs.light(sources=describe(checkout))
+    for ledger, also in ((failed(green), ", 1 waived"), (green, "")):
+        (tmp_path / "ledger.json").write_bytes(ledger_bytes(ledger))
+        gate.main([str(tmp_path)], checkout)
+        lines = capsys.readouterr().out.splitlines()
+        assert lines[-2] == "  note: 1 files of this checkout are not committed"
+        assert f"of 20 expected cells passed on cpu{also} (" in lines[-1]
+    git(checkout, "add", "-A")
+    git(checkout, "commit", "-qm", "a waiver")
+    gate.main([str(tmp_path)], checkout)
+    assert "not committed" not in capsys.readouterr().out
 
 
 def test_the_worst_stands_first_and_fits_the_page(
