@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 
@@ -82,6 +83,7 @@ FINE = {"name": "fine", "says": "x", "edits": [{"file": "kdtr.cpp", "find": "kVe
         ({"tap": "mla.r_rope.x"}, "fine: tap 'mla.r_rope.x' is none"),
         ({"wanted": 1}, "fine: unknown field wanted"),
         ({"edits": [{"file": "kdtr.cpp", "find": "", "replace": "x"}]}, "fine: edit: file, find and replace"),
+        ({"edits": [{"file": "kdtr.cpp", "find": "x", "replace": 1}]}, "fine: edit: file, find and replace"),
         ({"edits": [{"file": "kdtr.cpp", "find": "x", "replace": "x"}]}, "fine: edit: find and replace are the same"),
         ({"edits": [{"file": "kdtr.cpp", "with": "x"}]}, "fine: edit: "),
     ],
@@ -90,6 +92,34 @@ def test_a_malformed_entry_is_named(tmp_path: Path, change: dict[str, object], s
     with pytest.raises(CatalogueError, match=r"odd\.yaml") as raised:
         load(write(tmp_path, {**FINE, **change}))
     assert says in str(raised.value)
+
+
+def test_a_fault_is_what_its_entry_says(tmp_path: Path) -> None:
+    more = {"tap": "mla.q", "isa": "avx2", "device": "cuda", "first": "loader"}
+    twice = [{**FINE["edits"][0], "times": 2}]  # type: ignore[index]
+    taps = ["embed", "moe.weights"]
+    found = load(write(tmp_path, {**FINE, **more}, {**FINE, "name": "other", "edits": twice, "tap": taps}))
+    edit = fault_catalogue.Edit("kdtr.cpp", "kVersion = 1", "kVersion = 2")
+    assert found == [
+        Fault("fine", "odd", "x", (edit,), ("mla.q",), "avx2", "cuda", "loader"),
+        Fault("other", "odd", "x", (replace(edit, times=2),), ("embed", "moe.weights")),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [(b"a: 1\n", "not a list of faults"), (b"- 1\n", "entry 0: name None"), (b"- \xff\n", "can't decode byte 0xff")],
+)
+def test_a_file_that_holds_no_faults_is_named(tmp_path: Path, content: bytes, says: str) -> None:
+    (tmp_path / "odd.yaml").write_bytes(content)
+    with pytest.raises(CatalogueError, match=rf"odd\.yaml: .*{says}"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("share", [Fraction(0), Fraction(-1, 5), Fraction(6, 5)])
+def test_a_share_that_is_none_is_refused(share: Fraction) -> None:
+    with pytest.raises(CatalogueError, match=r"is not in \(0, 1\]"):
+        fraction(FAULTS, share, "any")
 
 
 def test_two_of_one_name_and_none_at_all(tmp_path: Path) -> None:
