@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from harness.remote.known_hosts import ChangedHostKey, UnknownHostKey, check, check_pin, find, fingerprint, server_name
+from tests.remote.sshd import require_sshd
 
 KIND = "ssh-ed25519"
 
@@ -47,6 +48,7 @@ def test_a_line_that_says_nothing_makes_no_key_known(tmp_path: Path, line: str) 
     path = tmp_path / "known_hosts"
     path.write_text(f"other.example {key(1)}\n{line}\nbox.example {key(3)} # as it should be\n")
     assert [known.blob for known in find([path], "box.example")] == [blob(3)]
+    require_sshd()
     done = subprocess.run(["ssh-keygen", "-F", "box.example", "-f", str(path)], capture_output=True, text=True)
     assert [number for number in (1, 2, 3) if key(number).split()[1] in done.stdout.split()] == [3]
 
