@@ -12,7 +12,7 @@ from typing import Any
 from harness.bundles import cache_folder
 from harness.files import said
 from harness.mutants.catalogue import CatalogueError, Fault, load
-from harness.mutants.run import NOT_BUILT, Outcome
+from harness.mutants.run import NOT_BUILT, NOT_RUN, Outcome
 from harness.sources import ROOT
 
 
@@ -34,14 +34,19 @@ class Result:
         return self.outcome.verdict == NOT_BUILT
 
     @property
+    def not_run(self) -> bool:
+        """This processor has not the kernels that the fault is in."""
+        return self.outcome.verdict == NOT_RUN
+
+    @property
     def good(self) -> bool:
-        """A fault is to be caught, a control is not."""
-        return not self.broken and self.caught != self.fault.is_control
+        """A fault is to be caught where it can run, a control is not."""
+        return self.not_run or (not self.broken and self.caught != self.fault.is_control)
 
     @property
     def located(self) -> bool | None:
         """Whether the trace named the faulted operation; None for a fault that states none."""
-        if not self.fault.taps or self.fault.is_control or self.broken:
+        if not self.fault.taps or self.fault.is_control or self.broken or self.not_run:
             return None
         operation = self.outcome.tap.split(".", 2)[2] if self.outcome.tap.startswith("layers.") else self.outcome.tap
         return operation in self.fault.taps
@@ -107,6 +112,8 @@ def line(result: Result) -> str:
     o = result.outcome
     if result.broken:
         return f"{result.fault.name:<34} DOES NOT BUILD: {o.detail}"
+    if result.not_run:
+        return f"{result.fault.name:<34} not run: {o.detail}"
     if not result.caught:
         passed = f"passed all {o.ran}" if o.ran else f"passed: {o.detail}"
         what = passed if result.fault.is_control else f"NOT CAUGHT by any of {o.ran}"
@@ -123,7 +130,8 @@ def summary(results: Sequence[Result]) -> list[str]:
     """Shares by group."""
     lines = []
     for group in dict.fromkeys(result.fault.group for result in results):
-        here = [result for result in results if result.fault.group == group]
+        whole = [result for result in results if result.fault.group == group]
+        here = [result for result in whole if not result.not_run]
         done = sum(result.good for result in here)
         stated = [result for result in here if result.located is not None]
         located = (
@@ -131,6 +139,7 @@ def summary(results: Sequence[Result]) -> list[str]:
         )
         broken = sum(result.broken for result in here)
         unbuilt = f", {broken} not built" if broken else ""
-        what = "passed" if here[0].fault.is_control else "caught"
+        unbuilt += f", {len(whole) - len(here)} not run here" if whole != here else ""
+        what = "passed" if whole[0].fault.is_control else "caught"
         lines.append(f"{group:<12} {done:3d} of {len(here):3d} {what}{unbuilt}{located}")
     return lines

@@ -37,6 +37,8 @@ PLAIN = "neon" if platform.machine() in ("aarch64", "arm64") else "base"
 """What this machine calls the kernels of isa_base.cpp."""
 NOT_BUILT = "NOT_BUILT"
 """The verdict on a fault of which no library could be made or loaded: it was never run, so it is not caught either."""
+NOT_RUN = Verdict.NOT_RUN.value
+"""The verdict on a fault in kernels that this processor cannot run, where every check would fail, and not for it."""
 LOADER_CONFIG = "budget0"
 """The smallest bundle with MoE layers."""
 
@@ -155,10 +157,14 @@ def _child(report: Connection, device: str, isa: str, library: str, names: list[
 
     use(device, Path(library))
     try:
-        load(device)
+        engine = load(device)
     except OSError as error:  # the linker leaves it to the loader to miss a symbol
         said = str(error.__cause__ or error).replace(f"{Path(library).parent}/", "")
         report.send(("failed", {"verdict": NOT_BUILT, "detail": said}))
+        return
+    needed = os.environ.get("KDTREE_ISA", "")
+    if needed and needed not in (has := engine.isa_names()).split():
+        report.send(("failed", {"verdict": NOT_RUN, "detail": f"its kernels are {needed}; this processor has {has}"}))
         return
     runner = Runner("csrc", bundles, seconds=CELL_SECONDS, host="", worker="")
     for name in names:

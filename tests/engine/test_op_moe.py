@@ -64,6 +64,16 @@ def test_router(ops: Ops, experts: int, k: int, groups: tuple[int, int], norm: b
         np.testing.assert_allclose(weights[row], want, rtol=2e-6)
 
 
+@pytest.mark.parametrize("score", [-42.0, -46.0, -70.0])  # their sum is above, near and far below the 1e-20 beside it
+def test_weights_of_scores_that_are_next_to_nothing(ops: Ops, score: float) -> None:
+    logits, bias = draw(np.random.default_rng(6), 17, 9) + np.float32(score), np.arange(9, dtype=np.float32)
+    ids, weights, _ = route(ops, logits, bias, 4)
+    for row in range(17):
+        want_ids, want = expected_route(logits[row].tolist(), bias.tolist(), 4, (1, 1), True, 2.5)
+        assert ids[row].tolist() == want_ids
+        np.testing.assert_allclose(weights[row], want, rtol=2e-6)
+
+
 def test_ties_go_to_the_lowest_id(ops: Ops) -> None:
     logits = np.zeros((1, 12), np.float32)
     bias = np.zeros(12, np.float32)

@@ -272,6 +272,7 @@ PACKED_TENSORS: list[tuple[Change, str, str]] = [
     (put(EXPERT + "_g_idx", "I32", np.zeros(48, np.int32)), EXPERT + "_g_idx", "account"),
     (put(EXPERT, "BF16", np.zeros((36, 48), np.uint16)), EXPERT, "other experts are packed"),
     (poke(EXPERT + "_scale", (3, 1), 0x7F80), f"{EXPERT}_scale[3, 1]", "not finite"),
+    (poke(EXPERT + "_scale", (35, 1), 0xFF80), f"{EXPERT}_scale[35, 1]", "-inf is not finite"),
     (poke(EXPERT + "_scale", (0, 0), 0xFFC1), f"{EXPERT}_scale[0, 0]", "not finite"),
     (put(EXPERT + "_scale", "F32", np.full((36, 2), 0.1, np.float32)), f"{EXPERT}_scale[0, 0]", "no bf16"),
 ]

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from engine.library import library_path
 from harness import bundles
 from harness.matrix import configs, expected
 from harness.mutants import command as mutants
@@ -140,6 +141,17 @@ def test_what_does_not_build_has_a_row_of_its_own(workshop: Workshop, paths: dic
         assert result.record()["detail"].startswith(why)
         assert result.outcome.ran == 0
     assert not Result(Fault("control", "controls", "", ()), uncompiled.outcome, 1.0).good
+
+
+@pytest.mark.slow
+def test_what_this_processor_cannot_run_is_not_caught(paths: dict[str, Path]) -> None:
+    """Every cell would fail where the instruction set is missing, whatever the fault."""
+    built = library_path("cpu")
+    for isa, there in (("base", True), ("of_another_processor", False)):
+        found = mutants_run.run(Fault("f", "g", "", (), isa=isa), built, CELLS[:1], paths)
+        assert (found.caught_by, found.ran) == ("", int(there)), isa
+        assert (found.verdict == "NOT_RUN") is not there
+    assert found.detail.startswith("its kernels are of_another_processor; this processor has base ")
 
 
 def test_all_cells_are_tried_before_a_fault_is_not_caught() -> None:

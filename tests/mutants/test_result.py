@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from harness.cells import Cell, Check, Divergence, Verdict
 from harness.mutants.catalogue import CONTROLS, Edit, Fault
-from harness.mutants.result import Result, line, summary
+from harness.mutants.result import Result, good_ones, line, summary
 from harness.mutants.run import NOT_BUILT, Outcome, _failure
 
 FAULT = Fault("off_by_one", "int4", "", (Edit("a.cpp", "a", "b"),), taps=("mla.q", "logits"))
 CONTROL = replace(FAULT, name="unedited", group=CONTROLS, edits=(), taps=())
 CAUGHT = Outcome("int4-ar-tiny-cpu: tokens", "FAIL_TOKENS", 2.0, "token 3", "layers.10.mla.q", "row 3", 4)
 MISSED, UNBUILT = Outcome(ran=9), Outcome(verdict=NOT_BUILT, detail="a.cpp:1: error")
+ELSEWHERE = Outcome(verdict="NOT_RUN", detail="its kernels are avx512; this processor has base avx2")
 
 
 @pytest.mark.parametrize(
@@ -73,6 +76,7 @@ def test_a_record_has_every_field() -> None:
         (FAULT, replace(CAUGHT, tap="embed"), "(FAIL_TOKENS, 2x the bound), located at embed instead"),
         (FAULT, MISSED, "NOT CAUGHT by any of 9"),
         (FAULT, UNBUILT, "DOES NOT BUILD: a.cpp:1: error"),
+        (FAULT, ELSEWHERE, "not run: its kernels are avx512"),
         (CONTROL, MISSED, "passed all 9"),
         (CONTROL, Outcome(detail="the same bytes"), "passed: the same bytes"),
         (CONTROL, CAUGHT, "int4-ar-tiny-cpu: tokens (FAIL_TOKENS, 2x the bound): A CONTROL FAILED: token 3"),
@@ -87,10 +91,20 @@ def test_a_line_says_what_became_of_it(fault: Fault, outcome: Outcome, said: str
 def test_a_group_counts_what_is_good_and_what_was_located() -> None:
     plain = replace(FAULT, name="plain", taps=())
     given = [(FAULT, CAUGHT), (FAULT, replace(CAUGHT, tap="")), (plain, MISSED), (CONTROL, CAUGHT), (FAULT, UNBUILT)]
+    given += [(FAULT, ELSEWHERE), (replace(FAULT, group="kernels"), ELSEWHERE)]
     assert [text.split(None, 1) for text in summary([Result(*each, 1.0) for each in given])] == [
-        ["int4", "2 of   4 caught, 1 not built, operation named in 1 of 2"],
+        ["int4", "2 of   4 caught, 1 not built, 1 not run here, operation named in 1 of 2"],
         [CONTROLS, "0 of   1 passed"],
+        ["kernels", "0 of   0 caught, 1 not run here"],
     ]
+
+
+def test_a_fault_that_cannot_run_here_is_neither_caught_nor_missed(tmp_path: Path) -> None:
+    result = Result(FAULT, ELSEWHERE, 1.0)
+    assert (result.good, result.caught, result.broken, result.located) == (True, False, False, None)
+    path = tmp_path / "record.json"
+    path.write_text(json.dumps([{**result.record(), "engine": "e"}]))
+    assert good_ones(path, "e", FAULT.device) == {}, "another processor's run tries it"
 
 
 def test_a_failed_cell_is_caught_by_its_first_failed_check() -> None:
