@@ -7,6 +7,7 @@ often as the edit says), so that a catalogue which no longer fits the sources is
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -60,6 +61,12 @@ class Fault:
     @property
     def is_control(self) -> bool:
         return self.group == CONTROLS
+
+    @property
+    def digest(self) -> str:
+        """Of what is planted, 16 hex digits: a record of other edits is of another fault."""
+        planted = [self.isa, *(vars(edit) for edit in self.edits)]
+        return hashlib.sha256(json.dumps(planted, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def load(folder: Path = FAULTS) -> list[Fault]:

@@ -174,7 +174,7 @@ def main(argv: Sequence[str]) -> int:
             return PASSED
         names = [fault.name for fault in faults]
         if options.resume:
-            before = good_ones(options.out, engine, options.device)
+            before = good_ones(options.out, engine, options.device, load())
             faults = [fault for fault in faults if fault.name not in before]
             say(f"{len(names) - len(faults)} of {len(names)} are in {options.out} as they should be, with this engine")
             names += [name for name in before if name not in names]  # those not chosen now stay in the file

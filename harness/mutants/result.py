@@ -67,6 +67,7 @@ class Result:
             "operation": list(self.fault.taps),
             "operation_named": self.located,
             "seconds": round(self.seconds, 2),
+            "edits": self.fault.digest,
         }
 
 
@@ -87,24 +88,27 @@ def recorded(path: Path, *, must_be: bool) -> dict[str, str]:
         raise CatalogueError(f"{path}: not a record of `kdtree mutants --out`: {reason}") from None
 
 
-def good_ones(path: Path, engine: str, device: str) -> dict[str, dict[str, Any]]:
-    """Records of a file, by name, of the faults of ``device`` that were caught, and of the controls that passed, with
-    this engine; none where there is no file. Raises CatalogueError for a malformed one."""
+def good_ones(path: Path, engine: str, device: str, faults: Sequence[Fault]) -> dict[str, dict[str, Any]]:
+    """Records of a file, by name, of those of ``faults`` that were caught, and of the controls that passed, with this
+    engine on ``device`` and with the same edits; none where there is no file. Raises CatalogueError for a malformed
+    one."""
     found: dict[str, dict[str, Any]] = {}
+    edits = {fault.name: fault.digest for fault in faults}
     if not recorded(path, must_be=False):
         return found
     for entry in json.loads(path.read_text("utf-8")):
         as_it_should = bool(entry["caught_by"]) != (entry.get("group") == "controls")
-        of_this = (entry.get("engine"), entry.get("device")) == (engine, device)
-        if as_it_should and of_this and entry.get("verdict") != NOT_BUILT:
-            found[entry["name"]] = entry
+        name = entry["name"]
+        of_this = name in edits and (entry.get("engine"), entry.get("device")) == (engine, device)
+        if as_it_should and of_this and entry.get("edits") == edits[name] and entry.get("verdict") != NOT_BUILT:
+            found[name] = entry
     return found
 
 
 def share_left(path: Path, engine: str, device: str) -> float:
     """Of the catalogue's faults of ``device``, those that `good_ones` does not have. Raises CatalogueError."""
-    names = {fault.name for fault in load() if fault.device == device and not fault.is_control}
-    return len(names - set(good_ones(path, engine, device))) / len(names)
+    faults = [fault for fault in load() if fault.device == device and not fault.is_control]
+    return 1 - len(good_ones(path, engine, device, faults)) / len(faults)
 
 
 def line(result: Result) -> str:

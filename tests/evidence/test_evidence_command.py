@@ -304,8 +304,9 @@ def test_a_record_of_a_stage_that_did_not_pass_may_be_gone(
 def test_what_is_left_of_the_faults_decides_whether_they_begin(
     tmp_path: Path, known: dict[str, Stage], go: Go, made: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    names = [fault.name for fault in load() if fault.device == "cuda"]
-    caught = [{"name": name, "device": "cuda", "caught_by": "x", "engine": SOURCES.engine} for name in names]
+    faults = [fault for fault in load() if fault.device == "cuda"]
+    same = {"device": "cuda", "caught_by": "x", "engine": SOURCES.engine}
+    caught = [{"name": fault.name, "edits": fault.digest, **same} for fault in faults]
     wanted = 360.0
     known["faults"] = Stage(makes(made, json.dumps(caught[1:])), wanted, made=made, record=FAULTS_RECORD)
     assert go("--budget", "100") == 2

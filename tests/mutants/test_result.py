@@ -60,6 +60,7 @@ def test_a_record_has_every_field() -> None:
         "operation": ["mla.q", "logits"],
         "operation_named": True,
         "seconds": 1.23,
+        "edits": FAULT.digest,
     }
     assert Result(FAULT, replace(CAUGHT, margin=math.inf), 1.0).record()["margin"] == "inf"
 
@@ -99,12 +100,21 @@ def test_a_group_counts_what_is_good_and_what_was_located() -> None:
     ]
 
 
+def test_a_digest_tells_what_is_planted_and_nothing_else() -> None:
+    edit = FAULT.edits[0]
+    changed = [replace(edit, file="b.cpp"), replace(edit, find="b"), replace(edit, replace="c"), replace(edit, times=2)]
+    others = [*(replace(FAULT, edits=(one,)) for one in changed), replace(FAULT, edits=(edit, edit)), CONTROL]
+    others += [replace(FAULT, isa="avx2")]
+    assert len({fault.digest for fault in (FAULT, *others)}) == 8
+    assert replace(FAULT, name="x", says="y", taps=(), first="loader", group="trees").digest == FAULT.digest
+
+
 def test_a_fault_that_cannot_run_here_is_neither_caught_nor_missed(tmp_path: Path) -> None:
     result = Result(FAULT, ELSEWHERE, 1.0)
     assert (result.good, result.caught, result.broken, result.located) == (True, False, False, None)
     path = tmp_path / "record.json"
     path.write_text(json.dumps([{**result.record(), "engine": "e"}]))
-    assert good_ones(path, "e", FAULT.device) == {}, "another processor's run tries it"
+    assert good_ones(path, "e", FAULT.device, [FAULT]) == {}, "another processor's run tries it"
 
 
 def test_a_failed_cell_is_caught_by_its_first_failed_check() -> None:

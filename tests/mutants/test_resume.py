@@ -33,6 +33,7 @@ def tried(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(command, "describe", lambda: SOURCES)
     monkeypatch.setattr(command, "chosen", lambda options: FAULTS)
+    monkeypatch.setattr(command, "load", lambda: FAULTS)
     monkeypatch.setattr(command, "run_all", run_all)
     monkeypatch.setattr(command, "Workshop", lambda *_: None)
     monkeypatch.setattr(command.bundles, "ensure", lambda *_, **__: {})
@@ -69,7 +70,9 @@ def replace_in(entry: dict[str, Any], **changes: object) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "change", [{"caught_by": ""}, {"verdict": NOT_BUILT}, {"engine": "other"}, {"device": "cpu"}], ids=str
+    "change",
+    [{"caught_by": ""}, {"verdict": NOT_BUILT}, {"engine": "other"}, {"device": "cpu"}, {"edits": "0"}],
+    ids=str,
 )
 def test_what_is_not_as_it_should_be_or_of_another_engine_is_tried_again(
     tmp_path: Path, tried: list[str], change: dict[str, str]
