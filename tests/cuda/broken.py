@@ -64,6 +64,8 @@ class Noticed:
     seconds: float = 0.0
     engine: str = ""
     """Hash of the sources that the break was planted in."""
+    edits: str = ""
+    """`Fault.digest` of what was planted."""
 
     @property
     def good(self) -> bool:
@@ -138,7 +140,7 @@ def within(library: Path | None, out: Path, tests: Sequence[str], shapes: Sequen
 def one(broken: Break, workshop: Workshop) -> Noticed:
     """Plant, build, and run what has to notice."""
     start = time.monotonic()
-    noticed = Noticed(broken.fault.name, broken.fault.says)
+    noticed = Noticed(broken.fault.name, broken.fault.says, edits=broken.fault.digest)
     with workshop.scratch(broken.fault.name) as folder:
         scratch = Path(folder)
         planted, checkout, on = plant(broken.fault, scratch / "csrc"), ROOT, []
@@ -233,8 +235,8 @@ def run(
     chosen: Sequence[Break], workers: int, record: Path | None, engine: str = "", before: Sequence[Noticed] = ()
 ) -> int:
     """Every break, ``workers`` at a time, that is not among those seen ``before``; exit status."""
-    start, known = time.monotonic(), {(noticed.says, *noticed.how): noticed for noticed in before}
-    results = {b.fault.name: known.get((b.fault.says, *b.tests, *b.pairs)) for b in chosen}
+    start, known = time.monotonic(), {(noticed.edits, *noticed.how): noticed for noticed in before}
+    results = {b.fault.name: known.get((b.fault.digest, *b.tests, *b.pairs)) for b in chosen}
     workshop = Workshop("cuda", home(), workers)
     queue = [b for b in chosen if results[b.fault.name] is None]
     queue.sort(key=lambda b: workshop.reach({edit.file for edit in b.fault.edits}))

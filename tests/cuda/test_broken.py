@@ -102,16 +102,17 @@ def test_tests_that_read_the_checkout_read_an_edited_copy(tmp_path: Path) -> Non
 def test_breaks_that_were_noticed_before_are_not_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With this engine, and by what has to notice them today; the record has them in the list's order."""
 
-    def made(name: str, *tests: str) -> Break:
-        return Break(Fault(name, "breaks", f"says {name}", ()), tests, ())
+    def made(name: str, *tests: str, find: str = "a") -> Break:
+        return Break(Fault(name, "breaks", f"says {name}", (Edit("x", f"{name} {find}", "b"),)), tests, ())
 
     tried: list[str] = []
 
     def one(b: Break, workshop: object) -> broken.Noticed:
         tried.append(b.fault.name)
         return broken.Noticed(
-            b.fault.name, b.fault.says, dict.fromkeys(b.tests, broken.FAILS), dict.fromkeys(b.tests, "")
-        )
+            b.fault.name, b.fault.says, dict.fromkeys(b.tests, broken.FAILS), dict.fromkeys(b.tests, ""),
+            edits=b.fault.digest,
+        )  # fmt: skip
 
     class Unused:
         def __init__(self, *_: object) -> None:
@@ -128,6 +129,8 @@ def test_breaks_that_were_noticed_before_are_not_tried_again(tmp_path: Path, mon
     assert [entry["name"] for entry in json.loads(record.read_text())] == ["a", "b"]
     assert broken.run([both[0], made("b", "other")], 1, record, "e1", broken.earlier(record, "e1")) == 0
     assert tried == ["b", "a", "b"]
+    assert broken.run([made("a", "x", find="c")], 1, None, "e1", broken.earlier(record, "e1")) == 0
+    assert tried == ["b", "a", "b", "a"], "other edits are another break"
     assert broken.earlier(record, "e2") == []
     assert broken.earlier(tmp_path / "none.json", "e1") == []
     unnoticed = {"name": "a", "says": "says a", "how": {"x": broken.PASSES}, "engine": "e1"}
