@@ -20,6 +20,7 @@ import nox
 
 TORCH = "torch==2.13.0"  # what is installed where no torch is importable; any torch >= 2.11 serves
 FOUND = importlib.util.find_spec("torch")
+SHARED = ("test", "gate", "demo", "remote", "mutants", "bench", "nvcc")  # sessions with one environment
 
 nox.needs_version = ">=2024.4.15"
 nox.options.sessions = ["test"]
@@ -60,12 +61,25 @@ def install(session: nox.Session, *extras: str, torch: bool = True) -> None:
     digest = hashlib.sha256("\n".join([*wanted, str(origin)]).encode()).hexdigest()
     if stamp.is_file() and stamp.read_text() == digest:
         return
-    session.install(*wanted)
+    session.install(*wanted, silent=False)  # gigabytes, where torch brings CUDA along: pip says how far it is
     if origin:  # the folder that holds torch comes last on the path, so that the environment's own packages win
         purelib = "import sysconfig; print(sysconfig.get_path('purelib'))"
         site = session.run_install("python", "-c", purelib, silent=True)
         (Path(str(site).strip()) / "torch-found.pth").write_text(f"{Path(origin).parents[1]}\n")
     stamp.write_text(digest)
+
+
+def install_shared(session: nox.Session) -> None:
+    """The environment of all sessions that run the engine: the first one makes it, the others find a link to it.
+
+    With PyPI's torch it has five gigabytes.
+    """
+    install(session, "test", "remote")
+    if session.virtualenv.venv_backend != "none":
+        mine = Path(session.virtualenv.location).resolve()
+        for name in SHARED:
+            with contextlib.suppress(FileExistsError):  # one of its own, or the link of an earlier session
+                (mine.parent / name).symlink_to(mine.name)
 
 
 def python(session: nox.Session, *arguments: str) -> None:
@@ -81,7 +95,7 @@ def python(session: nox.Session, *arguments: str) -> None:
 @nox.session
 def test(session: nox.Session) -> None:
     """Build, bundles, the matrix and the other tests (``-- --all``: the slow ones too); arguments go to pytest."""
-    install(session, "test", "remote")
+    install_shared(session)
     # A worker has a stretch of files, so that what a module makes is made once, and takes from others in the end.
     workers = [] if any(a.startswith("-n") for a in session.posargs) else ["-n", "auto", "--dist", "worksteal"]
     python(session, "-m", "pytest", *workers, *session.posargs)
@@ -90,14 +104,14 @@ def test(session: nox.Session) -> None:
 @nox.session
 def gate(session: nox.Session) -> None:
     """Exit 0 only if the newest ledger (or the one named) is complete, green and made from this checkout."""
-    install(session, "test", "remote")
+    install_shared(session)
     python(session, "-m", "harness", "gate", *(session.posargs or ["reports/latest/ledger.json"]))
 
 
 @nox.session
 def demo(session: nox.Session) -> None:
     """AR beside DDTree on one model: tokens, match, forwards, times; then the trained one with its drafter, as text."""
-    install(session, "test", "remote")
+    install_shared(session)
     python(session, "-m", "harness", "demo", *session.posargs)
     if not session.posargs:
         text = ["--config", "text", "--tokens", "96", "--block", "16", "--budget", "15"]
@@ -107,21 +121,21 @@ def demo(session: nox.Session) -> None:
 @nox.session
 def remote(session: nox.Session) -> None:
     """The matrix on hosts of hosts.yaml: ``nox -s remote -- ct200``."""
-    install(session, "test", "remote")
+    install_shared(session)
     python(session, "-m", "harness", "remote", *session.posargs)
 
 
 @nox.session
 def mutants(session: nox.Session) -> None:
     """Plant every fault of the catalogue in the engine and report the share that the matrix caught."""
-    install(session, "test", "remote")
+    install_shared(session)
     python(session, "-m", "harness", "mutants", *session.posargs)
 
 
 @nox.session
 def bench(session: nox.Session) -> None:
     """Speed of this machine's engines: times, bytes, shares of the ceilings, peers."""
-    install(session, "test", "remote")
+    install_shared(session)
     python(session, "-m", "harness", "bench", *session.posargs)
 
 
@@ -150,7 +164,7 @@ def fuzz(session: nox.Session) -> None:
 @nox.session
 def nvcc(session: nox.Session) -> None:
     """Compile every CUDA source for Hopper and Blackwell without a GPU; registers, spills; the CUDA faults compile."""
-    install(session, "test", "remote")
+    install_shared(session)
     python(session, "-m", "harness.nvcc", *session.posargs)
     if not session.posargs:
         python(session, "-m", "harness", "mutants", "--compile-only", "--device", "cuda")

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import runpy
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -61,3 +64,41 @@ def test_nox_without_an_environment_uses_its_own_interpreter(tmp_path: Path) -> 
     line = [sys.executable, "-m", "nox", "--no-venv", "-s", "gate", "--", "--help"]
     done = subprocess.run(line, cwd=ROOT, env={**os.environ, "PATH": str(tmp_path)}, capture_output=True, text=True)
     assert (done.returncode, "usage: kdtree gate" in done.stdout) == (0, True), done.stderr
+
+
+class Session:
+    """What ``noxfile.py`` asks of nox's: notes what is installed, runs nothing."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.virtualenv = SimpleNamespace(location=str(folder), venv_backend="virtualenv")
+        self.env: dict[str, str] = {}
+        self.installed: list[str] = []
+
+    def install(self, *wanted: str, **options: Any) -> None:
+        assert options == {"silent": False}  # a minute and more: pip says how far it is
+        self.installed += wanted
+
+    def run_install(self, *_: str, **__: Any) -> str:
+        return self.virtualenv.location
+
+
+def test_sessions_that_run_the_engine_share_one_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever runs first makes it, and the others find it; each of its own would take gigabytes."""
+    monkeypatch.chdir(ROOT)
+    told = signal.getsignal(signal.SIGTERM)
+    noxfile = runpy.run_path("noxfile.py")
+    signal.signal(signal.SIGTERM, told)
+    (tmp_path / "bench").mkdir()  # made before sessions shared: left alone
+    first = Session(tmp_path / "demo")
+    noxfile["install_shared"](first)
+    assert "pytest>=8" in first.installed
+    assert {path.name for path in tmp_path.iterdir()} == set(noxfile["SHARED"])
+    assert {path.name for path in tmp_path.iterdir() if path.resolve() != tmp_path / "demo"} == {"bench"}
+    second = Session(tmp_path / "test")
+    noxfile["install_shared"](second)
+    assert second.installed == []
+    text = (ROOT / "noxfile.py").read_text("utf-8")
+    for name in noxfile["SHARED"]:
+        assert f"def {name}(session: nox.Session)" in text
+    assert text.count("    install_shared(session)\n") == len(noxfile["SHARED"])
