@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import logging
 import os
 import re
 import runpy
@@ -47,10 +48,15 @@ def torch_build() -> list[str | None]:
 def extension() -> Any:
     """``torch.utils.cpp_extension`` of a torch that is new enough."""
     torch_build()
+    log = logging.getLogger("torch.utils.cpp_extension")
+    level = log.level
+    log.setLevel(logging.ERROR)  # with a toolkit and no GPU it warns of that, in builds for the CPU too
     try:
         from torch.utils import cpp_extension
     except ImportError as error:
         raise BuildError(f"torch.utils.cpp_extension needs setuptools ({error}); pip install setuptools") from error
+    finally:
+        log.setLevel(level)
     return cpp_extension
 
 
@@ -122,5 +128,8 @@ def cuda(cpp_extension: Any, archs: Sequence[str] | None) -> tuple[str, tuple[st
 def _visible_capabilities(torch: Any) -> set[str]:
     count = torch.cuda.device_count()  # is_available() can be true with no device visible
     if count == 0:
-        raise BuildError("no GPU is visible, so say what to build for, as in: kdtree build --device cuda --arch 12.0")
+        raise BuildError(
+            "no GPU is visible here, `kdtree doctor` says why; to build for another machine's, "
+            "say which: kdtree build --device cuda --arch 12.0"
+        )
     return {"{}.{}".format(*torch.cuda.get_device_capability(i)) for i in range(count)}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import logging
 import multiprocessing
 import os
 import shutil
@@ -403,8 +404,29 @@ def test_cuda_that_cannot_be(tree: Path, monkeypatch: pytest.MonkeyPatch, tmp_pa
             build("cuda", [arch])
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # as with CUDA_VISIBLE_DEVICES=""
-    with pytest.raises(BuildError, match=r"no GPU is visible, so say what to build for.*--arch 12\.0"):
+    with pytest.raises(BuildError, match=r"no GPU is visible here, `kdtree doctor` says why; .*--arch 12\.0"):
         build("cuda")
+
+
+def test_torch_does_not_warn_of_a_gpu_that_no_build_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It does when it is imported where a toolkit is and no GPU."""
+    import torch
+    from torch.utils import cpp_extension
+
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "_is_compiled", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    told: list[str] = []
+    log = logging.getLogger("torch.utils.cpp_extension")
+    monkeypatch.setattr(log, "handle", lambda record: told.append(record.getMessage()))
+    monkeypatch.delitem(sys.modules, cpp_extension.__name__)
+    monkeypatch.delattr(torch.utils, "cpp_extension")
+    extension = toolchain.extension()  # imported again
+    assert str(tmp_path) == extension.CUDA_HOME
+    assert told == []
+    log.warning("as before")
+    assert told == ["as before"]
 
 
 def test_no_flag_lets_torch_drop_the_architectures() -> None:
