@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.files import said
+from harness.names import meant
 from harness.sources import ROOT
 from harness.yaml_nodes import YamlError, parsed
 
@@ -100,12 +101,20 @@ def _config(path: Path) -> dict[str, Any]:
     return content
 
 
+def _base(path: Path) -> dict[str, Any]:
+    """What the base of a config file holds, nothing of one without. Raises MatrixError naming the file and its base."""
+    name = _config(path).get("base")
+    if name is None:
+        return {"run": {}}
+    known = {other.stem: other for other in path.parent.glob("*.yaml") if other != path}
+    if str(name) not in known:
+        raise MatrixError(f"{path}: base: there is no other config {str(name)!r} beside it{meant(str(name), known)}")
+    return _config(known[str(name)])
+
+
 def _own_or_base(path: Path, get: Callable[[dict[str, Any]], Any]) -> Any:
-    content = _config(path)
-    value = get(content)
-    if value is None and "base" in content:
-        value = get(_config(path.with_name(f"{content['base']}.yaml")))
-    return value
+    value = get(_config(path))
+    return get(_base(path)) if value is None else value
 
 
 def _names(path: Path, field: str, names: Any) -> tuple[str, ...]:
@@ -130,9 +139,7 @@ def divides(path: Path, ranks: int) -> bool:
 
     Sizes that are not there speak against nothing: they are for `refs.recipe` to judge. Raises MatrixError.
     """
-    content = _config(path)
-    base = _config(path.with_name(f"{content['base']}.yaml")).get("model") if "base" in content else {}
-    model = {**(base or {}), **(content.get("model") or {})}
+    model = {**(_base(path).get("model") or {}), **(_config(path).get("model") or {})}
     try:
         dense, layers = model["first_k_dense"], model["num_layers"]
         shared = ["num_heads", "hidden_size", "vocab_size"]
