@@ -17,6 +17,7 @@ from harness.cli import Parser
 from harness.matrix import MatrixError
 from harness.remote import hosts
 from harness.remote.hosts import Host, HostsError
+from harness.names import meant
 from harness.sources import ROOT
 
 INTERRUPTED = 130  # as a shell reports Ctrl-C
@@ -70,7 +71,8 @@ def _chosen(names: Sequence[str], file: Path) -> list[Host]:
         raise HostsError("a host is named twice on the command line")
     for name in names:
         if name not in known:
-            raise HostsError(f"{file}: hosts.{name}: no such host; there are {', '.join(known) or 'none'}")
+            hint = meant(name, known) or f"; there are {', '.join(known) or 'none'}"
+            raise HostsError(f"{file}: hosts.{name}: no such host{hint}")
     return [known[name] for name in names]
 
 
@@ -85,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         from harness.remote import actions as remote_command
 
         if bool(options.hosts) == bool(options.join):
-            raise HostsError("name hosts, or name several with --join")
+            raise HostsError(f"name hosts of {options.hosts_file}, or name several with --join")
         if options.join and (options.each or len(options.ranks or ()) > 1 or "," not in options.join):
             raise HostsError("--join takes several hosts and at most one --ranks, and not --each")
         chosen = _chosen(options.join.split(",") if options.join else options.hosts, options.hosts_file)

@@ -152,7 +152,8 @@ def _socket(connection: Connection, hop: Hop, limits: Limits) -> Any:
         raise ConnectionFailed(f"{hop}: connect: no answer within {limits.connect:g} s") from None
     except socket.gaierror as error:
         raise ConnectionFailed(
-            f"{hop}: {hop.host!r} is neither known to ssh_config nor to DNS: {error.strerror}"
+            f"{hop}: {hop.host!r} is neither known to ssh_config nor to DNS ({error.strerror}): "
+            "correct `address` in hosts.yaml, or give it a HostName in ssh_config"
         ) from None
     except OSError as error:
         raise ConnectionFailed(f"{hop}: connect: {error.strerror or error}") from None

@@ -46,8 +46,9 @@ def go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Go:
     [
         ("nope", "hosts.nope: no such host; there are card, cards, other, plain"),
         ("plain plain", "a host is named twice"),
-        ("", "name hosts, or name several with --join"),
-        ("plain --join plain,other", "name hosts, or name several with --join"),
+        ("plian", "hosts.plian: no such host, did you mean plain?"),
+        ("", "name hosts of {file}, or name several with --join"),
+        ("plain --join plain,other", "name hosts of {file}, or name several with --join"),
         ("--join plain", "--join takes several hosts"),
         ("--join plain,other --each", "and not --each"),
         ("--join plain,other --ranks 2 --ranks 4", "at most one --ranks"),
@@ -64,7 +65,7 @@ def test_what_cannot_be_is_said_before_a_host_is_asked(
     assert go(*words.split()) == 3
     err = capsys.readouterr().err
     assert err.startswith("kdtree remote: ")
-    assert said in err
+    assert said.format(file=tmp_path / "hosts.yaml") in err
     assert not (tmp_path / "run").exists()
 
 

@@ -356,7 +356,9 @@ def test_nobody_listens(host: Host, server: Server) -> None:
         deaf.bind(("127.0.0.1", 0))  # nobody else may listen there meanwhile
         with pytest.raises(ConnectionFailed, match="connect: Connection refused"):
             attempt(replace(host, port=deaf.getsockname()[1]), server.options)
-    with pytest.raises(ConnectionFailed, match="neither known to ssh_config nor to DNS"):
+    with pytest.raises(
+        ConnectionFailed, match=r"neither known to ssh_config nor to DNS .*: correct `address` in hosts\.yaml, or"
+    ):
         attempt(replace(host, address="no-such-host.invalid"), server.options)
 
 
