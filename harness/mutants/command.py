@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed, wait
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -239,8 +239,9 @@ def compile_only(faults: Sequence[Fault], device: str, json: Path | None, say: b
 def abandon(pool: ThreadPoolExecutor, waiting: Iterable[Future[Any]]) -> None:
     """Drop what has not begun and kill the cells under way, until no worker has one: an interrupt waits for none."""
     pool.shutdown(wait=False, cancel_futures=True)
-    while wait(waiting, timeout=0.2).not_done:
+    while any(future.running() for future in waiting):  # what never began is cancelled, which no wait() takes for done
         mutants_run.kill_all()
+        time.sleep(0.2)
 
 
 def run_all(
