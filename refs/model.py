@@ -11,7 +11,7 @@ import itertools
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -85,7 +85,7 @@ class Model:
     @classmethod
     def open(
         cls, path: str | os.PathLike[str], precision: str, dtype: type[np.floating[Any]] = np.float64, **options: Any
-    ) -> Model:
+    ) -> Self:
         """A model from a KDTR file; options as for the constructor. `KdtrError` or a `RefError` names what is wrong."""
         found = kdtr.read(path)
         return cls(found.fields, found.tensors, precision, dtype, file=found.file, **options)

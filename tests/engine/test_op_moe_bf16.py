@@ -12,7 +12,10 @@ from engine_ops import F32, Array, Ops, same_bits
 from test_op_linear import draw, int4, normed
 
 ROWS, DIM, INNER, EXPERTS, TOP_K, SHARED = 40, 1024, 512, 5, 2, 512
-WIDTHS = [(1,), (0, 7, 7), (3, 4, 5, 6, 39), (8, 9, 2, 1, 30, 31, 32), tuple(range(20)), tuple(range(39, -1, -1))]
+WIDTHS = [
+    *((1,), (3, 4), (0, 7, 7), (3, 4, 5, 6, 39), (8, 9, 2, 1, 30, 31, 32)),
+    *(tuple(range(20)), tuple(range(39, -1, -1))),
+]
 
 
 def rounded(v: Array) -> Array:

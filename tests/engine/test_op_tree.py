@@ -149,6 +149,16 @@ def test_build(ops: Ops, vocab: int, depths: int, budget: int, seed: int) -> Non
     check(Built(ops, draft, budget), draft, budget)
 
 
+@pytest.mark.parametrize("overlap", ["1", "0"])
+def test_build_of_several_segments(monkeypatch: pytest.MonkeyPatch, device: str, overlap: str) -> None:
+    """Their best tokens meet in a cluster, or, where the GPU has none or launches do not overlap, in a launch."""
+    monkeypatch.setenv("KDTREE_CUDA_OVERLAP", overlap)
+    draft = draw(np.random.default_rng(5), 2, 9000)
+    draft[:, [4000, 8000, 8900]] += 5.0
+    with Ops(device) as ops:
+        check(Built(ops, draft, 40), draft, 40)
+
+
 @pytest.mark.parametrize("vocab", [7, 9000])
 def test_chain(ops: Ops, vocab: int) -> None:
     """The best token of each depth, one below the other, as many as the budget lets be."""

@@ -124,6 +124,26 @@ def test_attention_with_unrounded_weights_is_seen_in_its_output(micro16: Path, m
     assert found.tap == "layers.0.mla.o_lat"
 
 
+@pytest.mark.parametrize(("bits", "seen"), [(11, []), (10, ["operations.mla.o_lat"])])
+def test_sums_of_weighted_latents_may_be_kept_in_eleven_bits(
+    micro16: Path, monkeypatch: pytest.MonkeyPatch, bits: int, seen: list[str]
+) -> None:
+    """As docs/model.md allows; they are kept before they are divided, so off the grid of what is rounded afterwards."""
+    off = 1.3
+
+    def kept(*given: Any) -> F:
+        parts, exponents = np.frexp(attend(*given) * off)
+        return np.ldexp(np.rint(parts * 2.0**bits), exponents - bits) / off
+
+    golden = Golden.open(micro16, "bf16")
+    rows = (*golden.prompt, *golden.tokens)
+    with monkeypatch.context() as patch:
+        patch.setattr(refs.model, "attend", kept)
+        taps = Model.open(micro16, "bf16", rounding=True).taps(rows, operations=True)
+    checks, _ = operations(golden, rows, taps)
+    assert [check.name for check in checks if not check.ok] == seen
+
+
 def test_experts_that_the_scores_do_not_give_are_seen(micro16: Path) -> None:
     golden = Golden.open(micro16, "bf16")
     rows = (*golden.prompt, *golden.tokens)
