@@ -6,11 +6,14 @@ Exit status 0 when the CPU path works (build, bundles, matrix), 3 when something
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from harness import environment as machine
 from harness import plain_json
@@ -21,7 +24,7 @@ from harness.progress import tell, told
 TORCH_MINIMUM = (2, 11)
 HARNESS = {"numpy": (1, 26), "PyYAML": (6, 0), "Jinja2": (3, 1), "pytest": (8, 0), "pytest-xdist": (3, 5)}
 """Packages without which no cell can be judged, whatever the engine."""
-_PIP = "python -m pip install"
+_PIP = f"{shlex.quote(sys.executable)} -m pip install"
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,20 @@ def _torch() -> Finding:
         return finding
     why = (done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1]
     return replace(finding, ok=False, found=f"{finding.found} cannot be imported: {why}", remedy=f"{_PIP} torch")
+
+
+def advice(findings: Sequence[Finding]) -> list[str]:
+    """How Python packages that are missing come here at once, in lines; none where nothing has to be installed."""
+    if not any(_PIP in finding.remedy for finding in findings):
+        return []
+    lines = ["the Python packages: `nox -s test` installs them all, into an environment of its own"]
+    own = sys.prefix != sys.base_prefix
+    if not own and (Path(sysconfig.get_path("stdlib")) / "EXTERNALLY-MANAGED").exists():
+        lines += [
+            f"pip adds nothing to {sys.executable}, whose packages are the system's; for nox and pip alike, first:",
+            f"  {shlex.quote(sys.executable)} -m venv ~/kdtree-python && . ~/kdtree-python/bin/activate",
+        ]
+    return lines
 
 
 def lacking() -> list[str]:
@@ -160,6 +177,7 @@ def main(argv: Sequence[str]) -> int:
         print(f"{finding.name:<20} {mark:<8} {finding.found}")
         if finding.remedy:
             print(f"{'':<20} {'':<8} for {finding.needed_for}: {finding.remedy}")
-    print(f"\ncpu  {'works' if works else 'does not work: see MISSING'}")
+    print("", *advice(findings), sep="\n")
+    print(f"cpu  {'works' if works else 'does not work: see MISSING'}")
     print(f"cuda {'works' if cuda and works else 'does not work here: see the lines marked for cuda'}")
     return PASSED if works else INFRASTRUCTURE

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -34,7 +36,26 @@ def test_doctor_ends_with_3_and_a_remedy_when_the_cpu_path_lacks_something(
     assert doctor.main([]) == 3
     text = capsys.readouterr().out
     assert "MISSING" in text
-    assert f"python -m pip install '{package}>=" in text
+    assert f"{shlex.quote(sys.executable)} -m pip install '{package}>=" in text
+    assert "`nox -s test` installs them all, into an environment of its own" in text
+
+
+def test_doctor_knows_a_python_that_pip_may_not_add_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """That of Debian and its like (PEP 668); an environment made from it takes packages."""
+    real = environment.version
+    monkeypatch.setattr(environment, "version", lambda name: "" if name == "Jinja2" else real(name))
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
+    refused = f"pip adds nothing to {sys.executable}"
+    for marked, prefix, told in ((False, "/usr", False), (True, "/usr", True), (True, "/home/me/env", False)):
+        if marked:
+            (tmp_path / "EXTERNALLY-MANAGED").touch()
+        monkeypatch.setattr(sys, "base_prefix", "/usr")
+        monkeypatch.setattr(sys, "prefix", prefix)
+        assert doctor.main([]) == 3
+        text = capsys.readouterr().out
+        assert (refused in text, "-m venv ~/kdtree-python" in text) == (told, told)
 
 
 def test_a_run_without_a_package_of_the_harness_names_it(
