@@ -2,6 +2,10 @@
 
 import sys
 
-from harness.cli import main
+try:
+    from harness.cli import main
+except KeyboardInterrupt:  # in the tenth of a second before the command can see to that itself
+    print("kdtree: interrupted", file=sys.stderr)
+    sys.exit(2)
 
 sys.exit(main())

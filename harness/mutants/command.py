@@ -21,7 +21,7 @@ from typing import Any
 from harness import bundles, plain_json
 from harness.build import cache_folder
 from harness.bundle_lock import BundleError
-from harness.cells import FAILED, INFRASTRUCTURE, PASSED
+from harness.cells import FAILED, INCOMPLETE, INFRASTRUCTURE, PASSED
 from harness.cli import Parser, output, positive
 from harness.files import write_atomic
 from harness.filters import matcher
@@ -98,8 +98,8 @@ def _parser() -> Parser:
         description="Plant every fault of the catalogue in a copy of csrc/, one by one, and count what is caught.",
         epilog="examples:\n  kdtree mutants -k int4\n  kdtree mutants --fraction 1/5 --seed $(git rev-parse HEAD)\n\n"
         f"exit status: {PASSED} every fault was caught and every control passed (with\n"
-        f"--compile-only and --build-only: all compile), {FAILED} not so, {INFRASTRUCTURE} a malformed\n"
-        "catalogue, a fault that does not fit the sources or does not build",
+        f"--compile-only and --build-only: all compile), {FAILED} not so, {INCOMPLETE} interrupted,\n"
+        f"{INFRASTRUCTURE} a malformed catalogue, a fault that does not fit the sources or does not build",
     )
     parser.add_argument("-k", metavar="NAME", default="", help="only the faults whose name or group this chooses")
     parser.add_argument(

@@ -192,6 +192,18 @@ def test_a_command_that_is_told_to_end_leaves_nothing_behind() -> None:
     assert not Path(done.stdout.strip()).exists()
 
 
+def test_an_interrupt_before_the_command_has_begun_is_told_as_any_other(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys\n\nclass Pressed:\n    def find_spec(self, name, *_):\n"
+        "        if name == 'harness.cli':\n            raise KeyboardInterrupt\n\nsys.meta_path.insert(0, Pressed())\n"
+    )
+    line = [sys.executable, "-m", "harness", "matrix", "--list"]
+    done = subprocess.run(
+        line, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(tmp_path)}, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", "kdtree: interrupted\n")
+
+
 def test_what_is_written_last_is_written_whole_before_an_interrupt_ends_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
