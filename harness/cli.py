@@ -176,12 +176,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not arguments:
         parser.print_help(sys.stderr)
         return INFRASTRUCTURE
+
+    def run() -> int:
+        name = parser.parse_args(arguments[:1]).command
+        if name not in commands:
+            parser.error(_no_command(name, commands))
+        return _run(commands, name, arguments[1:])
+
+    return ended(f"kdtree {arguments[0]}", run)
+
+
+def ended(who: str, run: Callable[[], int]) -> int:
+    """The exit status of a command; what ends it before its time is one line of ``who``, but for a fault of ours."""
     try:
         with as_by_ctrl_c():
-            name = parser.parse_args(arguments[:1]).command
-            if name not in commands:
-                parser.error(_no_command(name, commands))
-            status = _run(commands, name, arguments[1:])
+            status = run()
         sys.stdout.flush()
         return status
     except SystemExit as end:
@@ -192,21 +201,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is still buffered has nowhere to go
         return READER_LEFT
     except OSError as error:
-        print(f"kdtree {arguments[0]}: {said(error)}", file=sys.stderr)
+        print(f"{who}: {said(error)}", file=sys.stderr)
         return INFRASTRUCTURE
     except ModuleNotFoundError as error:
         if (ROOT / (error.name or "").partition(".")[0]).is_dir():
-            return _unforeseen(arguments[0])  # one of ours: a fault of the checkout, whose place matters
-        return _lacking(arguments[0], f"{error.name} is not installed for {sys.executable}")
+            return _unforeseen(who)  # one of ours: a fault of the checkout, whose place matters
+        return _lacking(who, f"{error.name} is not installed for {sys.executable}")
     except ImportError as error:
         places = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
         if any(Path(places[-1]).is_relative_to(ROOT / name) for name in ("harness", "engine", "refs")):
-            return _unforeseen(arguments[0])
-        return _lacking(arguments[0], f"a package of {sys.executable} cannot be imported: {error} ({places[-1]})")
+            return _unforeseen(who)
+        return _lacking(who, f"a package of {sys.executable} cannot be imported: {error} ({places[-1]})")
     except KeyboardInterrupt:
         return _interrupted()
     except Exception as error:
-        return _interrupted() if _began_as_interrupt(error) else _unforeseen(arguments[0])
+        return _interrupted() if _began_as_interrupt(error) else _unforeseen(who)
 
 
 def _no_command(name: str, commands: Iterable[str]) -> str:
@@ -228,19 +237,19 @@ def _began_as_interrupt(error: BaseException) -> bool:
     return isinstance(error, KeyboardInterrupt)
 
 
-def _lacking(command: str, what: str) -> int:
+def _lacking(who: str, what: str) -> int:
     print(
-        f"kdtree {command}: {what}; `{sys.executable} -m harness doctor` says what is missing and "
+        f"{who}: {what}; `{sys.executable} -m harness doctor` says what is missing and "
         "how to get it, and nox installs it",
         file=sys.stderr,
     )
     return INFRASTRUCTURE
 
 
-def _unforeseen(command: str) -> int:
+def _unforeseen(who: str) -> int:
     """Python's own status for a traceback, 1, would say that a cell failed."""
     traceback.print_exc()
-    print(f"kdtree {command}: a fault of kdtree itself, and no verdict on the engine", file=sys.stderr)
+    print(f"{who}: a fault of kdtree itself, and no verdict on the engine", file=sys.stderr)
     return INFRASTRUCTURE
 
 

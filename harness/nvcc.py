@@ -30,7 +30,7 @@ from pathlib import Path
 
 from harness import build, code_changes, environment, machine_code, pending_reads, plain_json, toolchain
 from harness.cells import FAILED, INFRASTRUCTURE, PASSED
-from harness.cli import Parser
+from harness.cli import Parser, ended
 from harness.files import write_atomic
 
 TARGETS = ("9.0", "12.0")
@@ -297,4 +297,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ended("python -m harness.nvcc", main))

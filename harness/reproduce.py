@@ -14,6 +14,7 @@ import os
 import platform
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -26,9 +27,8 @@ from typing import Any
 
 from harness import plain_json
 from harness.bundle_lock import LOCK, first_difference, pin_of, read_lock
-from harness.cells import FAILED, INFRASTRUCTURE, PASSED
-from harness.cli import Parser
-from harness.ending import as_by_ctrl_c
+from harness.cells import FAILED, INCOMPLETE, INFRASTRUCTURE, PASSED
+from harness.cli import Parser, ended
 
 ROOT = Path(__file__).resolve().parent.parent
 PROCESSES = 2
@@ -94,7 +94,11 @@ def make(configs: Sequence[str]) -> dict[str, Any]:
 
 
 def _run(command: Sequence[str], **options: Any) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False, **options)
+    """A terminal's Ctrl-C goes to the children as well: after one that it ended no other is begun."""
+    done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False, **options)
+    if done.returncode == -signal.SIGINT or "Operation cancelled by user" in done.stderr:  # the latter is pip's
+        raise KeyboardInterrupt
+    return done
 
 
 def _child(python: str, environment: dict[str, str], arguments: Sequence[str], sources: Path) -> Any:
@@ -104,6 +108,8 @@ def _child(python: str, environment: dict[str, str], arguments: Sequence[str], s
         done = _run([python, "-m", "harness.reproduce", *arguments], cwd=sources, env={**clean, **environment})
     except (OSError, subprocess.TimeoutExpired) as error:
         raise NotTried(f"{type(error).__name__}: {error}") from error
+    if done.returncode == INCOMPLETE:
+        raise KeyboardInterrupt
     if done.returncode:
         raise NotTried(f"exit status {done.returncode}: {(done.stderr.strip().splitlines() or ['no message'])[-1]}")
     return json.loads(done.stdout)
@@ -263,9 +269,13 @@ def run(configs: Sequence[str], *, quick: bool, say: Any) -> list[Outcome]:
             for which in ("oldest", "newest")
         ]
         say(f"reproduce: {len(configs)} bundles in {len(jobs)} ways, {PROCESSES} at a time")
-        for job in as_completed(jobs):
-            for outcome in job.result():
-                say(f"reproduce: {outcome.variant}: {outcome.result}, {outcome.seconds:.1f} s")
+        try:
+            for job in as_completed(jobs):
+                for outcome in job.result():
+                    say(f"reproduce: {outcome.variant}: {outcome.result}, {outcome.seconds:.1f} s")
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)  # the pool would run all that has not begun
+            raise
         outcomes = [outcome for job in jobs for outcome in job.result()]
     if quick:
         outcomes += [Outcome(f"Python {v}", "not tried", detail="--quick") for v in found if v != running]
@@ -311,5 +321,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    with as_by_ctrl_c():
-        sys.exit(main(sys.argv[1:]))
+    sys.exit(ended("python -m harness.reproduce", lambda: main(sys.argv[1:])))

@@ -24,7 +24,7 @@ from typing import Any
 from harness import plain_json
 from harness.bench.cases import cases, choose
 from harness.cells import INFRASTRUCTURE, PASSED
-from harness.cli import Parser
+from harness.cli import Parser, ended
 from harness.sources import ROOT, describe
 
 FIGURES = {
@@ -166,4 +166,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    sys.exit(ended("python -m harness.bench.counters", main))

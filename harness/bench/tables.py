@@ -20,6 +20,7 @@ from typing import Any
 
 from harness.bench.targets import FLOOR, US, is_held, ratio, wanted
 from harness.cells import FAILED, INFRASTRUCTURE, PASSED
+from harness.cli import ended
 from harness.files import write_atomic
 from harness.sources import ROOT
 
@@ -215,4 +216,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(ended("python -m harness.bench.tables", lambda: main(sys.argv[1:])))

@@ -23,7 +23,7 @@ from typing import Any
 from harness import plain_json
 from harness.bench import k26, step
 from harness.cells import INFRASTRUCTURE, PASSED
-from harness.cli import Parser, positive
+from harness.cli import Parser, ended, positive
 from harness.environment import survey
 from harness.protocol import EngineError
 from harness.sources import describe
@@ -183,4 +183,4 @@ def _traced(options: argparse.Namespace) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    sys.exit(ended("python -m harness.bench.timeline", main))

@@ -19,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from harness.build import cache_folder
+from harness.cli import ended
 from harness.environment import processors
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -138,4 +139,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ended("python -m tests.fuzz.run", main))

@@ -204,6 +204,24 @@ def test_an_interrupt_before_the_command_has_begun_is_told_as_any_other(tmp_path
     assert (done.returncode, done.stdout, done.stderr) == (2, "", "kdtree: interrupted\n")
 
 
+MODULES = ("harness.nvcc", "harness.reproduce", "harness.bench.counters", "harness.bench.timeline")
+INTERRUPTED = """
+import argparse, runpy, sys
+
+def pressed(*_):
+    raise KeyboardInterrupt
+
+argparse.ArgumentParser.parse_args = pressed
+runpy.run_module(sys.argv[1], run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("module", [*MODULES, "harness.bench.tables", "tests.fuzz.run"])
+def test_what_is_run_as_a_module_ends_as_commands_do(module: str) -> None:
+    done = subprocess.run([sys.executable, "-c", INTERRUPTED, module], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", "kdtree: interrupted\n")
+
+
 def test_what_is_written_last_is_written_whole_before_an_interrupt_ends_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

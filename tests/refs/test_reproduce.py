@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import platform
 import sys
+import time
 from typing import Any
 
 import pytest
@@ -111,3 +112,26 @@ def test_by_default_every_bundle_but_those_of_real_sizes(monkeypatch: pytest.Mon
     pinned = set(bundle_lock.read_lock())
     assert set(asked[0]) == {name for name in pinned if not is_large(name)}
     assert set(asked[0]) < pinned
+
+
+def test_an_interrupt_waits_for_no_variant_that_has_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[str] = []
+
+    def attempt(variant: Variant, *_: Any) -> Outcome:
+        begun.append(variant.name)
+        if len(begun) == 1:
+            raise KeyboardInterrupt
+        time.sleep(0.2)
+        return Outcome(variant.name, "same")
+
+    monkeypatch.setattr(reproduce, "attempt", attempt)
+    monkeypatch.setattr(reproduce, "installed_outcomes", lambda *_: [])
+    with pytest.raises(KeyboardInterrupt):
+        reproduce.run(CONFIGS, quick=True, say=lambda _: None)
+    assert len(begun) < len(reproduce.local_variants()) // 2
+
+
+@pytest.mark.parametrize("ends", ["os.kill(os.getpid(), 2)", "sys.exit('ERROR: Operation cancelled by user')"])
+def test_after_a_child_that_an_interrupt_ended_no_other_is_begun(ends: str) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        reproduce._run([sys.executable, "-c", f"import os, signal, sys; signal.signal(2, signal.SIG_DFL); {ends}"])
