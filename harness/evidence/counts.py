@@ -15,6 +15,7 @@ from xml.etree import ElementTree
 
 from harness.cells import Verdict
 from harness.ledger_format import parse_ledger
+from harness.mutants.run import NOT_BUILT, NOT_RUN
 
 NAMED = 20  # tests and cells that failed, by name; more are counted alone
 Counts = dict[str, Any]
@@ -54,10 +55,10 @@ def faults(data: bytes) -> Counts:
 
 
 def controls(data: bytes) -> Counts:
-    """Of ``kdtree mutants`` without a fault: engines that have to pass."""
+    """Of ``kdtree mutants`` without a fault: engines that have to pass, for which one has to be built and to run."""
     lines = [line for line in json.loads(data) if line["group"] == "controls"]
-    caught = [line["name"] for line in lines if line["caught_by"]]
-    return {"controls": len(lines), "passed": len(lines) - len(caught)} | _named(caught)
+    others = [line["name"] for line in lines if line["caught_by"] or line["verdict"] in (NOT_BUILT, NOT_RUN)]
+    return {"controls": len(lines), "passed": len(lines) - len(others)} | _named(others)
 
 
 def broken(data: bytes) -> Counts:

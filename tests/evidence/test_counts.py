@@ -11,6 +11,7 @@ from harness.evidence import counts
 from harness.evidence.record import counted
 from harness.evidence.stages import Stage
 from harness.ledger_format import ledger_bytes
+from harness.mutants.run import NOT_BUILT, NOT_RUN
 from harness.sources import ROOT
 from tests.harness.records import FINE, OFF, cell, ledger
 
@@ -92,16 +93,20 @@ def test_a_record_that_is_missing_or_none_is_told_of(tmp_path: Any) -> None:
 
 
 def test_faults_and_controls_are_counted_apart() -> None:
-    def line(name: str, caught: str, named: bool | None, group: str = "trees") -> dict[str, Any]:
-        return {"name": name, "group": group, "caught_by": caught, "operation_named": named}
+    def line(name: str, caught: str, named: bool | None, group: str = "trees", verdict: str = "") -> dict[str, Any]:
+        verdict = "FAIL_TREE" if caught else verdict
+        return {"name": name, "group": group, "caught_by": caught, "verdict": verdict, "operation_named": named}
 
     lines = [line("a", "x", True), line("b", "x", False), line("c", "", None), line("d", "x", None)]
-    controls = [line("unedited", "", None, "controls"), line("white_space", "x", None, "controls")]
+    controls = [
+        line("unedited", "", None, "controls"), line("white_space", "x", None, "controls"),
+        line("comment", "", None, "controls", NOT_BUILT), line("avx512", "", None, "controls", NOT_RUN),
+    ]  # fmt: skip
     both = json.dumps([*lines, *controls]).encode()
     assert counts.faults(both) == {
         "faults": 4, "caught": 3, "operation named": 1, "operation stated": 2, "named": ["c"],
     }  # fmt: skip
-    assert counts.controls(both) == {"controls": 2, "passed": 1, "named": ["white_space"]}
+    assert counts.controls(both) == {"controls": 4, "passed": 1, "named": ["avx512", "comment", "white_space"]}
     assert not counts.shows(counts.faults(json.dumps(controls).encode())), "controls alone show no fault"
     assert not counts.shows(counts.controls(json.dumps(lines).encode())), "nor faults a control"
 
