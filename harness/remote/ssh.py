@@ -38,39 +38,17 @@ class Options:
     """Fingerprints of new host keys that the user accepts."""
 
 
-class CountedSocket(socket.socket):
-    """A socket that knows how many bytes went through it."""
-
-    sent = 0
-    received = 0
-
-    def send(self, data: Any, flags: int = 0) -> int:
-        count = super().send(data, flags)
-        self.sent += count
-        return count
-
-    def recv(self, size: int, flags: int = 0) -> bytes:
-        data = super().recv(size, flags)
-        self.received += len(data)
-        return data
-
-
 class Connection:
     """The transports of one route; the last one reaches the host."""
 
     def __init__(self, hops: list[Hop]) -> None:
         self.hops = hops
         self.transports: list[paramiko.Transport] = []
-        self.socket: CountedSocket | None = None
+        self.socket: socket.socket | None = None
 
     @property
     def transport(self) -> paramiko.Transport:
         return self.transports[-1]
-
-    @property
-    def wire_bytes(self) -> tuple[int, int]:
-        """Sent and received on the first hop, everything included; zeros behind a ProxyCommand."""
-        return (self.socket.sent, self.socket.received) if self.socket else (0, 0)
 
     def execute(self, command: str, limit: float) -> paramiko.Channel:
         """Start ``command`` on the host."""
@@ -141,10 +119,10 @@ def _socket(connection: Connection, hop: Hop, limits: Limits) -> Any:
     if hop.command:
         return paramiko.ProxyCommand(hop.command)
 
-    def dial() -> CountedSocket:
+    def dial() -> socket.socket:
         sock = socket.create_connection((hop.host, hop.port), timeout=limits.connect)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        return CountedSocket(sock.family, sock.type, sock.proto, fileno=sock.detach())
+        return sock
 
     try:
         connection.socket = within(limits.connect, dial, f"{hop}: connect: no answer")

@@ -7,7 +7,7 @@ import os
 import struct
 import threading
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import pytest
 from harness.remote import session as sessions
 from harness.remote.farside.wire import DATA, ERR, LARGEST, MESSAGE, OUT, Wire, WireError, parse
 from harness.remote.hosts import Host, Limits
-from harness.remote.link import FarError, LinkLost
+from harness.remote.link import FarError, Link, LinkLost
 from harness.remote.session import Outcome, Session, Stopped, holder_text
 from harness.remote.ssh import Options
 from harness.remote.sync import File, Snapshot, SyncError
@@ -26,12 +26,14 @@ HOST = Host("box", "box", environment={"A": "host", "B": "host"}, prepare=("one"
 OK = {"ok": True}
 
 
-class Script:
-    """In place of a link: it says what it is given, errors raised, and notes what it is told."""
+class Script(Link):
+    """A link without a connection: it says what it is given, errors raised, and notes what it is told."""
+
+    answered = False
 
     def __init__(self) -> None:
         self.facts: dict[str, Any] = {}
-        self.lost, self.answered, self.closed = "", False, False
+        self.lost, self.closed = "", False
         self.inbox: list[Any] = []
         self.said: list[dict[str, Any]] = []
         self.given: list[bytes] = []
@@ -50,16 +52,6 @@ class Script:
             event()
             raise TimeoutError
         return (DATA, event) if isinstance(event, bytes) else (MESSAGE, event)
-
-    def messages(self) -> Iterator[dict[str, Any]]:
-        while True:
-            yield (content := self.next()[1])
-            if content.get("ok"):
-                return
-
-    def ask(self, op: str, **fields: Any) -> dict[str, Any]:
-        self.say(op, **fields)
-        return list(self.messages())[-1]
 
     def close(self) -> None:
         self.closed = True

@@ -285,19 +285,16 @@ def test_bytes_on_the_wire(connect: Open, repo: Path, server: Server, tmp_path: 
         host = server.host(tmp_path, port=relay.port, host_key=public_key(server))
         session = connect(host)
         sent = session.sync(working_tree(repo))
-        counts.append((relay.bytes, sum(session.link.connection.wire_bytes), sent.contents))
+        counts.append((relay.bytes, sent.contents))
         session.close()
         relay.close()
     print(
         f"on the wire: first {counts[0][0]}, unchanged {counts[1][0]}, one changed file of 1 KiB {counts[2][0]} bytes"
     )
     assert counts[0][0] > 8 << 20
-    assert counts[1][2] == 0
     assert counts[1][0] <= 64 << 10
-    assert counts[2][2] == 1
     assert counts[2][0] <= 96 << 10
-    for relayed, counted, _ in counts:
-        assert abs(relayed - counted) <= 2048  # what was still under way when we looked
+    assert [contents for _, contents in counts[1:]] == [0, 1]
 
 
 def public_key(server: Server) -> str:
