@@ -164,7 +164,7 @@ class Run:
         self.summary = record.blank(device, self.sources)
         mine = (options.out / self.name).exists()
         if options.resume:
-            self.summary = record.earlier(options.resume / self.name, device, self.sources)
+            self.summary = record.earlier(options.resume / self.name, device, self.sources, known)
             self.folder.take(options.resume, self.summary)
             left = share_left(options.resume / FAULTS_RECORD, self.sources.engine, "cuda")
             self.stages = with_faults_left(known, left)

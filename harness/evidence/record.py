@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from harness import plain_json
+from harness.bundle_lock import read_lock
 from harness.environment import environment, survey
 from harness.evidence.counts import COUNTS, shows
 from harness.evidence.running import Running
@@ -52,12 +53,21 @@ def window(sources: Sources) -> dict[str, Any]:
 def blank(device: str, sources: Sources) -> dict[str, Any]:
     """A summary without windows and stages."""
     return {
-        "schema": SCHEMA, "device": device, "engine": sources.engine, "lock": sources.lock, "windows": [], "stages": {},
+        "schema": SCHEMA, "device": device, "engine": sources.engine, "lock": sources.lock, "bundles": _pinned(),
+        "windows": [], "stages": {},
     }  # fmt: skip
 
 
-def earlier(path: Path, device: str, sources: Sources) -> dict[str, Any]:
-    """The summary of an earlier window, to go on with. Raises EvidenceError unless it is of the same engine."""
+def _pinned() -> dict[str, str]:
+    """Every bundle's SHA-256."""
+    return {name: str(pin["sha256"]) for name, pin in read_lock().items()}
+
+
+def earlier(path: Path, device: str, sources: Sources, known: Mapping[str, Stage]) -> dict[str, Any]:
+    """The summary of an earlier window, to go on with. Raises EvidenceError unless engine and bundles are the same.
+
+    Bundles that came since are no obstacle, but what runs every cell has then not run all.
+    """
     try:
         summary = json.loads(path.read_text("utf-8"))
     except OSError as error:
@@ -73,14 +83,21 @@ def earlier(path: Path, device: str, sources: Sources) -> dict[str, Any]:
             f"{path}: windows or stages: not as `kdtree evidence` writes them; leave out --resume, and all stages run"
             " again"
         )
-    wanted = {"device": device, "engine": sources.engine, "lock": sources.lock}
-    for field, value in wanted.items():
+    mixed = "records of two are not mixed: leave out --resume, and all stages run again"
+    for field, value in {"device": device, "engine": sources.engine}.items():
         if summary.get(field) != value:
-            raise EvidenceError(
-                f"{path}: {field}: {summary.get(field)} there, {value} here; records of two are not mixed: leave out"
-                " --resume, and all stages run again"
-            )
-    return summary
+            raise EvidenceError(f"{path}: {field}: {summary.get(field)} there, {value} here; {mixed}")
+    pinned, bundles = _pinned(), summary.get("bundles")
+    before = bundles if isinstance(bundles, dict) else {}
+    if others := sorted(name for name, sha in before.items() if pinned.get(name) != sha):
+        raise EvidenceError(f"{path}: bundles: {', '.join(others)}: not as they are pinned here; {mixed}")
+    if not before:
+        raise EvidenceError(f"{path}: bundles: does not tell which there were; {mixed}")
+    if new := sorted(pinned.keys() - before.keys()):
+        for name, found in summary["stages"].items():
+            if name in known and known[name].every_cell and found["status"] == PASSED:
+                found["status"] = f"without {', '.join(new)}"
+    return {**summary, "lock": sources.lock, "bundles": pinned}
 
 
 def status_of(running: Running) -> str:

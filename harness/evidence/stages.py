@@ -58,6 +58,8 @@ class Stage:
     """It runs beside all others, at the lowest priority."""
     piecewise: bool = False
     """What it has done by its end is kept and not done again, so it begins where a third of its time is left."""
+    every_cell: bool = False
+    """A config that is new leaves what it has shown incomplete."""
     prepares: bool = False
     """It shows nothing by itself: it runs where a stage that waits for it does, on every fresh machine again."""
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -176,7 +178,7 @@ def _first(device: str) -> dict[str, Stage]:
     return {
         "tests": _pytest("tests", 95, *OPERATIONS, *WORKERS, needs=BUILT),
         "engine": _pytest("engine", 25, "tests/engine", *WORKERS, "-k", "cuda", needs=BUILT),
-        "matrix": _cells(f"cuda-{device}-ledger.json", device, 50, "-n", "6", needs=BUILT),
+        "matrix": _cells(f"cuda-{device}-ledger.json", device, 50, "-n", "6", needs=BUILT, every_cell=True),
         "step": _pytest("step", 20, K26_STEP, "-n", "0", needs=BUILT),
         "bench": _writes(
             "bench-cuda.json", "bench", 285, *_harness("bench", "ops", "step", "--device", "cuda", "--k26", "384"),
@@ -204,7 +206,7 @@ def _deeper(device: str) -> dict[str, Stage]:
         "controls": _writes(  # every cell and operation in one process takes longer than all faults together
             "mutants-cuda-controls.json", "controls", 420,
             *_harness("mutants", "--device", "cuda", "--workers", "2", "-k", "controls"),
-            to="out", needs=BUILT, listed=True,
+            to="out", needs=BUILT, listed=True, every_cell=True,
         ),
         "broken": _writes(
             f"broken-{device}.json", "broken", 90, *MODULE, "tests.cuda.broken", "--workers", "12", "--resume",
@@ -230,7 +232,7 @@ def _others(device: str, gpus: int) -> dict[str, Stage]:
         ),
         "matrix-generic": _cells(
             f"cuda-{device}-generic-ledger.json", device, 30, "-n", "6", "-k", "bf16",
-            needs=BUILT, environment=GENERIC,
+            needs=BUILT, environment=GENERIC, every_cell=True,
         ),
         "latency": _writes(
             f"cuda-{device}-latency.json", "latency", 20, *MODULE, "tests.cuda.latency", "--profile",
@@ -246,7 +248,7 @@ def _others(device: str, gpus: int) -> dict[str, Stage]:
         ),
         "ranks-matrix": _cells(
             f"{several}-ledger.json", device, 480, "-n", "0", "--ranks", "2",
-            needs=BUILT, environment=SHARED if gpus == 1 else {},
+            needs=BUILT, environment=SHARED if gpus == 1 else {}, every_cell=True,
         ),
         "ranks": _writes(
             f"{several}-times.json", "ranks", 90, *MODULE, "harness.bench.ranks", "--ranks", "2", *K26, *WIDTHS,

@@ -340,7 +340,22 @@ def test_a_stage_that_runs_is_told_of_by_its_last_line_that_is_not_indented(
     assert "of peers" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("field", ["engine", "lock", "device", "schema"])
+def test_a_config_that_is_new_has_what_runs_every_cell_run_again(
+    tmp_path: Path, known: dict[str, Stage], go: Go, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known["cells"], known["one"] = Stage(python("pass"), 9, every_cell=True), Stage(python("pass"), 9)
+    monkeypatch.setattr(record, "read_lock", lambda: {"tiny": {"sha256": "1"}})
+    assert go() == 0
+    monkeypatch.setattr(record, "read_lock", lambda: {"tiny": {"sha256": "1"}, "new": {"sha256": "2"}})
+    assert go("--resume", str(tmp_path / "out")) == 0
+    found = summary(tmp_path)
+    assert {name: found["stages"][name]["window"] for name in ("cells", "one")} == {"cells": 1, "one": 0}
+    assert found["bundles"] == {"tiny": "1", "new": "2"}
+    monkeypatch.setattr(record, "read_lock", lambda: {"new": {"sha256": "2"}})
+    assert go("--resume", str(tmp_path / "out")) == 3
+
+
+@pytest.mark.parametrize("field", ["engine", "bundles", "device", "schema"])
 def test_windows_of_two_engines_are_not_mixed(
     tmp_path: Path, known: dict[str, Stage], go: Go, capsys: pytest.CaptureFixture[str], field: str
 ) -> None:

@@ -88,7 +88,7 @@ def test_an_earlier_run_that_cannot_be_gone_on_with(tmp_path: Path, text: str | 
     if text is not None:
         path.write_text(text)
     with pytest.raises(EvidenceError, match=said):
-        earlier(path, "h200", SOURCES)
+        earlier(path, "h200", SOURCES, {})
 
 
 def test_a_folder_takes_over_records_and_logs(tmp_path: Path) -> None:
