@@ -203,8 +203,8 @@ def _deeper(device: str) -> dict[str, Stage]:
             FAULTS_RECORD, "faults", 360, *_harness(*FAULTS, "--resume"),
             to="out", needs=BUILT, after=("faults-build",), piecewise=True, listed=True,
         ),
-        "controls": _writes(  # every cell and operation in one process takes longer than all faults together
-            "mutants-cuda-controls.json", "controls", 420,
+        "controls": _writes(
+            "mutants-cuda-controls.json", "controls", 150,
             *_harness("mutants", "--device", "cuda", "--workers", "2", "-k", "controls"),
             to="out", needs=BUILT, listed=True, every_cell=True,
         ),
@@ -213,7 +213,7 @@ def _deeper(device: str) -> dict[str, Stage]:
             needs=BUILT, piecewise=True, listed=True,
         ),
         "scale": _cells(
-            f"scale-{device}.json", device, 60, "-n", "1", "--scale", "-k", " or ".join(SCALE),
+            f"scale-{device}.json", device, 100, "-n", "1", "--scale", "-k", " or ".join(SCALE),
             needs=(*BUILT, "scale-bundles"),
         ),
         "memcheck": _sanitizer("memcheck", 45, *OURS, "--leak-check", "no"),
@@ -246,9 +246,13 @@ def _others(device: str, gpus: int) -> dict[str, Stage]:
             f"text-acceptance-{device}.json", "acceptance", 30, *_harness("acceptance", "--device", "cuda"),
             needs=BUILT, quiet=True,
         ),
-        "ranks-matrix": _cells(
-            f"{several}-ledger.json", device, 480, "-n", "0", "--ranks", "2",
+        "ranks-matrix": _cells(  # both together take longer than a window
+            f"{several}-ledger.json", device, 480, "-n", "0", "--ranks", "2", "-k", "not text",
             needs=BUILT, environment=SHARED if gpus == 1 else {}, every_cell=True,
+        ),
+        "ranks-text": _cells(
+            f"{several}-text-ledger.json", device, 200, "-n", "0", "--ranks", "2", "-k", "text",
+            needs=BUILT, environment=SHARED if gpus == 1 else {},
         ),
         "ranks": _writes(
             f"{several}-times.json", "ranks", 90, *MODULE, "harness.bench.ranks", "--ranks", "2", *K26, *WIDTHS,
