@@ -13,12 +13,12 @@ from pathlib import Path
 from harness import host_memory
 from harness.cells import DEVICES
 from harness.engines import create, registered
-from harness.environment import cpu, survey
+from harness.environment import survey
 from harness.filters import remedy, select
 from harness.gpu_share import SHARE, ranks_share
 from harness.matrix import MatrixError, Point, of_run
 from harness.progress import tell
-from harness.protocol import Engine
+from harness.protocol import Engine, EngineError
 
 Say = Callable[[str], None]
 
@@ -113,20 +113,21 @@ def prepare_config(engine: str, config: str, device: str) -> tuple[Engine, Path]
     return create(engine, device), path
 
 
-NEEDED = {"base": "", "avx2": "avx2", "avx512": "avx512f", "neon": "asimd"}
-"""What KDTREE_ISA may be, and the CPU's feature without which the engine refuses it."""
-
-
 def check_variables() -> None:
-    """What the engine would refuse in every cell is told once. Raises Infrastructure."""
-    threads, isa = os.environ.get("KDTREE_THREADS", ""), os.environ.get("KDTREE_ISA", "")
-    if threads and not (threads.isdecimal() and 1 <= int(threads) <= 256):
-        raise Infrastructure(f"KDTREE_THREADS={threads}: is no number of threads; set one from 1 to 256, or unset it")
-    if isa and isa not in NEEDED:
-        raise Infrastructure(f"KDTREE_ISA={isa}: is none of {', '.join(NEEDED)}; unset it for the best one")
-    features = cpu()[1]  # empty where the system does not say
-    if isa and features and NEEDED[isa] not in ("", *features):
-        raise Infrastructure(f"KDTREE_ISA={isa}: this processor has no {NEEDED[isa]}; unset it for the best one")
+    """Ask the CPU's engine whether it takes its variables, where one is set: what it refuses it would in every cell.
+
+    Raises Infrastructure with what it says.
+    """
+    if not any(os.environ.get(name) for name in ("KDTREE_THREADS", "KDTREE_ISA")):
+        return  # to load it takes seconds
+    from engine.library import library, named_errors
+
+    own = library("cpu")
+    try:
+        with named_errors():
+            own.backend_close(own.backend_open("cpu", False))
+    except EngineError as error:
+        raise Infrastructure(str(error)) from error
 
 
 def prepare(engine: str, points: Sequence[Point], say: Say) -> dict[str, Path]:
@@ -144,15 +145,16 @@ def prepare(engine: str, points: Sequence[Point], say: Say) -> dict[str, Path]:
         host_memory.check(points)
     except (host_memory.TooLittleMemory, RefError) as error:
         raise Infrastructure(str(error)) from error
-    if engine == "csrc":
-        check_variables()
-    for device in dict.fromkeys(point.device for point in points):
+    devices = dict.fromkeys(point.device for point in points)
+    for device in devices:
         try:
             create(engine, device)
         except Exception as error:
             raise Infrastructure(
                 f"engine {engine!r} is not usable on {device}: {type(error).__name__}: {error}"
             ) from error
+    if engine == "csrc" and "cpu" in devices:
+        check_variables()
     from harness.bundles import ensure
 
     try:
