@@ -350,7 +350,7 @@ def test_mla(ops: Ops, dims: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("growth", [0.0, 0.25])
 def test_attention_over_many_keys(ops: Ops, dims: tuple[int, ...], growth: float) -> None:
     """A tree behind 21 chunks of keys, whose scores grow with the position or do not, and before it a chain of more
-    rows than the blocks of a GPU take at once: against float64."""
+    rows than the blocks of a GPU take at once, one of them with six keys more than whole chunks: against float64."""
     committed, rows = 1300, Rows([-1, 0, 0, 1, 1, 2, 3, 6, 0])
     total, m = committed + 9, 9
     layer = Layer(ops, dims, total)
@@ -361,7 +361,7 @@ def test_attention_over_many_keys(ops: Ops, dims: tuple[int, ...], growth: float
     latent, k_rope = (value(x) for x in layer.cached())
     moved = 0.0
     seen = [(got, row, [*range(committed), *(committed + rows.path[row, : rows.depths[row] + 1])]) for row in range(m)]
-    seen += [(wide, row, [*range(committed - 64 + row)]) for row in (0, 33, 64)]
+    seen += [(wide, row, [*range(committed - 64 + row)]) for row in (0, 33, 50, 64)]
     for step, row, keys in seen:
         score = layer.scale * (
             value(step["q_lat"][row]) @ latent[keys].T + value(step["q_rope"][row]) @ k_rope[keys].T
