@@ -23,7 +23,7 @@ from harness.cli import Parser, positive
 from harness.environment import environment
 from harness.matrix import PRECISIONS
 from harness.prepare import Infrastructure, prepare_config
-from harness.progress import tell
+from harness.progress import each, tell
 from harness.protocol import DecodeRequest, EngineError, OwnDrafter, Session
 from harness.quality import Estimate, estimate
 from harness.sources import describe
@@ -75,7 +75,7 @@ def measure(
     documents = 1 + max(index for index, _ in prompts)
     sums = {(b, chain): np.zeros((documents, 2)) for b in budgets for chain in (False, True)}  # tokens, forwards
     equal = dict.fromkeys(budgets, True)
-    for index, prompt in prompts:
+    for index, prompt in each(prompts, f"{precision}: decoding"):
         want = session.decode(DecodeRequest(prompt, tokens)).tokens
         for (budget, chain), found in sums.items():
             asked = DecodeRequest(prompt, tokens, OwnDrafter(), block_size=block, budget=budget, chain=chain)

@@ -21,7 +21,7 @@ from engine import costs
 from harness import plain_json, tree_text
 from harness.cells import FAILED, INFRASTRUCTURE, PASSED
 from harness.cli import Parser, positive
-from harness.describe import counted
+from harness.describe import counted, filled
 from harness.golden import Golden
 from harness.matrix import DRAFTERS, F32_PRECISIONS, PRECISIONS
 from harness.prepare import Infrastructure, prepare_config
@@ -145,8 +145,8 @@ def text_of(tokens: Sequence[int]) -> str:
 
 
 def _line(name: str, tokens: Sequence[int], forwards: int, is_text: bool) -> str:
-    content = text_of(tokens) if is_text else " ".join(map(str, tokens))
-    return f"  {name:<7} {counted(len(tokens), 'token')}, {counted(forwards, 'forward')}: {content}"
+    start = f"  {name:<7} {counted(len(tokens), 'token')}, {counted(forwards, 'forward')}: "
+    return start + text_of(tokens) if is_text else filled(start + " ".join(map(str, tokens)), " " * 10)
 
 
 def show(results: Sequence[Result], block: int, budget: int | None, prompt: Sequence[int], trees: bool) -> str:

@@ -6,8 +6,10 @@ import contextlib
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
 
+T = TypeVar("T")
 EVERY = 10.0  # seconds between two lines
 
 
@@ -44,3 +46,12 @@ def told(
         teller.join()
         if lines:
             say(f"{what}: {how}{time.monotonic() - start:.1f} s")
+
+
+def each(items: Sequence[T], what: str) -> Iterator[T]:
+    """The items one by one; `told` on stderr how many are done."""
+    done = 0
+    with told(what, tell, lambda: f"{done} of {len(items)} are done"):
+        for item in items:
+            yield item
+            done += 1

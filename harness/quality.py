@@ -23,7 +23,7 @@ from harness.cells import INFRASTRUCTURE, PASSED
 from harness.cli import Parser
 from harness.matrix import F32_PRECISIONS
 from harness.prepare import Infrastructure, prepare_config
-from harness.progress import tell
+from harness.progress import each, tell
 from harness.protocol import EngineError, Session
 from refs import checkpoint, recipe
 from refs.errors import RefError
@@ -86,7 +86,7 @@ def estimate(sums: F64, sizes: F64) -> Estimate:
 def measure(sessions: dict[str, Session], documents: Sequence[tuple[str, bytes]], end: int, limit: int) -> Quality:
     """Score ``documents`` with both precisions' sessions."""
     columns = np.zeros((len(documents), 8))  # sizes, then the sums of the seven measures
-    for index, piece in pieces(documents, limit):
+    for index, piece in each(list(pieces(documents, limit)), "scoring"):
         wanted = np.frombuffer(piece, np.uint8).astype(np.int64)
         logs = {}
         for precision, session in sessions.items():

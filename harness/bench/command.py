@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from harness import plain_json
 from harness.cells import DEVICES, INFRASTRUCTURE, PASSED
 from harness.cli import DEVICE_HELP, Parser, output, positive
-from harness.files import write_atomic
+from harness.files import said, write_atomic
 from harness.matrix import DRAFTERS
 
 if TYPE_CHECKING:
@@ -232,13 +232,14 @@ def main(argv: Sequence[str]) -> int:
             good = _project(options, out) if "project" in wanted else True
             good = (_ops(options, chosen, out) if chosen else True) and good
             good = (_step(options, steps, out) if steps else True) and good
-    except (Infrastructure, EngineError, BuildError, OSError) as error:
-        print(f"kdtree bench: {error}", file=sys.stderr)
-        out["not_measured"]["rest"] = f"{type(error).__name__}: {error}"
-        good = False
-    except KeyboardInterrupt:
-        out["not_measured"]["rest"] = "interrupted"
+    except (KeyboardInterrupt, BrokenPipeError) as error:
+        left = "whoever read the output left" if isinstance(error, BrokenPipeError) else "interrupted"
+        out["not_measured"]["rest"] = left
         keep()
         raise
+    except (Infrastructure, EngineError, BuildError, OSError) as error:
+        print(f"kdtree bench: {said(error) if isinstance(error, OSError) else error}", file=sys.stderr)
+        out["not_measured"]["rest"] = f"{type(error).__name__}: {error}"
+        good = False
     keep()
     return PASSED if good else INFRASTRUCTURE

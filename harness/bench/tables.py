@@ -206,6 +206,8 @@ def main(argv: Sequence[str]) -> int:
         for table in TABLES:
             print(f"{table.page}\n" + "\n".join(made(table, record)) + "\n")
         other = [table.page for table, _, _ in differing(record, options.write)]
+    except BrokenPipeError:
+        raise  # no fault of the record's
     except (OSError, ValueError, KeyError) as error:
         print(f"{parser.prog}: {options.record}: {error}", file=sys.stderr)
         return INFRASTRUCTURE

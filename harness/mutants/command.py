@@ -23,6 +23,7 @@ from harness.build import cache_folder
 from harness.bundle_lock import BundleError
 from harness.cells import FAILED, INCOMPLETE, INFRASTRUCTURE, PASSED
 from harness.cli import Parser, output, positive
+from harness.describe import filled
 from harness.files import write_atomic
 from harness.filters import matcher
 from harness.matrix import MatrixError, Point, expected
@@ -170,7 +171,8 @@ def main(argv: Sequence[str]) -> int:
             rows = [{"name": fault.name, "group": fault.group, "says": fault.says} for fault in faults]
             plain_json.give(rows, options.json)
             if options.json != plain_json.PRINTED:
-                print("\n".join(f"{row['name']:<34} {row['group']:<10} {row['says']}" for row in rows))
+                for row in rows:
+                    print(filled(f"{row['name']:<34} {row['group']:<10} {row['says']}", " " * 46))
             return PASSED
         names = [fault.name for fault in faults]
         if options.resume:

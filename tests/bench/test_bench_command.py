@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from harness import environment
-from harness.bench import ceilings, clock, ops, plot, reading, step
+from harness.bench import ceilings, clock, command, ops, plot, reading, step
 from harness.bench.ceilings import Ceilings
-from harness.cells import INCOMPLETE, INFRASTRUCTURE, PASSED
+from harness.cells import INFRASTRUCTURE, PASSED
 from harness.cli import main
 from harness.describe import WIDTH
 from harness.sources import ROOT
@@ -167,20 +167,25 @@ def test_what_was_measured_before_an_error_is_written(tmp_path: Path, monkeypatc
 
 
 @pytest.mark.usefixtures("known_ceilings")
-def test_what_was_measured_before_an_interrupt_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("error", "rest"), [(KeyboardInterrupt, "interrupted"), (BrokenPipeError, "whoever read the output left")]
+)
+def test_what_was_measured_before_an_interrupt_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[BaseException], rest: str
+) -> None:
     measured = ops.measure
 
     def once(bench: object, case: Any, *others: Any) -> Any:
         if case.M != 1:
-            raise KeyboardInterrupt
+            raise error
         return measured(bench, case, *others)  # type: ignore[arg-type]
 
     monkeypatch.setattr(ops, "measure", once)
     out = tmp_path / "bench.json"
-    arguments = ["bench", "ops", "--filter", "tiny-accept-m*", "--seconds", "0.001", "--json", str(out)]
-    assert main(arguments) == INCOMPLETE
+    with pytest.raises(error):
+        command.main(["ops", "--filter", "tiny-accept-m*", "--seconds", "0.001", "--json", str(out)])
     found = json.loads(out.read_text())
     assert [line["case"] for line in found["cases"]] == ["tiny-accept-m1"]
-    assert found["not_measured"]["rest"] == "interrupted"
+    assert found["not_measured"]["rest"] == rest
     [us] = (line["us"] for line in found["cases"])
     assert us == round(us, 4)

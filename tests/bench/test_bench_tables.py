@@ -98,3 +98,12 @@ def test_what_cannot_be_made_is_named(pages: Path, capsys: pytest.CaptureFixture
     page.write_text(page.read_text("utf-8").replace(TIMES.head, "| us |"))
     assert tables.main([]) == 3
     assert f"docs/kernels.md: no table begins with '{TIMES.head}'" in capsys.readouterr().err
+
+
+def test_a_reader_who_leaves_is_no_fault_of_the_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    def closed(*_: object) -> list[str]:
+        raise BrokenPipeError
+
+    monkeypatch.setattr(tables, "made", closed)
+    with pytest.raises(BrokenPipeError):
+        tables.main([])

@@ -9,6 +9,7 @@ import pytest
 
 from harness import cli
 from harness.demo import main as demo
+from harness.describe import WIDTH
 from harness.matrix import F32_PRECISIONS, PRECISIONS, config_precisions
 from harness.prepare import Infrastructure
 from harness.reference_engine import ReferenceSession
@@ -72,6 +73,7 @@ def test_demo_agrees_and_counts_forwards(capsys: pytest.CaptureFixture[str]) -> 
         (18, [], "oracle, made from the AR tokens"),  # two more than the bundle has
         (5, [], "oracle, recorded in the bundle"),
         (18, ["--drafter", "noisy"], "after them DDTree is AR"),
+        (60, [], "oracle, made from the AR tokens"),
         (3, ["--block", "1", "--budget", "0"], "oracle, recorded"),
     ],
 )
@@ -84,6 +86,7 @@ def test_demo_with_other_lengths(
     assert "greedy-exact match: YES (logits equal in every bit)" in text
     assert f"AR      {tokens} tokens, {tokens} forwards" in text
     assert note in text
+    assert max(map(len, text.split("\n"))) <= WIDTH
 
 
 def test_demo_ends_with_1_when_the_decoders_part(

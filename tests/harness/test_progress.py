@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Sequence
+from types import ModuleType
+from typing import cast
 
 import pytest
 
-from harness import bundles, progress
-from harness.progress import told
+from harness import acceptance, bundles, progress, quality
+from harness.progress import each, told
+from harness.protocol import Session
 from refs import generate
 from tests.waiting import PATIENCE, until
 
@@ -40,6 +44,44 @@ def test_work_that_fails_is_no_success() -> None:
     with pytest.raises(KeyError):
         work()
     assert re.fullmatch(r"counting: stopped after \d+\.\d s", lines[-1])
+
+
+def test_many_items_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[str] = []
+    monkeypatch.setattr(progress, "EVERY", 0.02)
+    monkeypatch.setattr(progress, "tell", lines.append)
+    took = []
+    for item in each("abc", "decoding"):
+        if item == "c":
+            until(lambda: any("2 of 3 are done" in line for line in lines))
+        took.append(item)
+    assert took == [*"abc"]
+    assert re.fullmatch(r"decoding: \d+\.\d s", lines[-1])
+
+
+@pytest.mark.parametrize("command", [acceptance, quality])
+def test_what_scores_held_out_text_counts_its_pieces(command: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[tuple[int, str]] = []
+
+    def counted(items: Sequence[object], what: str) -> Iterator[object]:
+        told.append((len(items), what))
+        return iter(())
+
+    class Stop(Exception):
+        pass
+
+    def estimate(*_: object) -> None:
+        raise Stop
+
+    monkeypatch.setattr(command, "each", counted)
+    monkeypatch.setattr(command, "estimate", estimate)
+    work = {
+        acceptance: lambda: acceptance.measure(cast(Session, None), "fp32", [(0, [1]), (0, [2])], 8, 16, [7]),
+        quality: lambda: quality.measure({}, [("a", bytes(quality.PIECE + 1))], 256, 0),
+    }
+    with pytest.raises(Stop):
+        work[command]()
+    assert told == [(2, "fp32: decoding" if command is acceptance else "scoring")]
 
 
 def test_a_bundle_that_takes_long_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:

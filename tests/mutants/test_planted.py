@@ -14,6 +14,7 @@ import pytest
 
 from engine.library import library_path
 from harness import bundles
+from harness.describe import WIDTH
 from harness.matrix import configs, expected
 from harness.mutants import command as mutants
 from harness.mutants import run as mutants_run
@@ -276,6 +277,13 @@ def test_what_has_ended_is_kept_when_a_run_is_cut_off(monkeypatch: pytest.Monkey
     with pytest.raises(KeyboardInterrupt):
         mutants.main(["-k", "unedited or tensor_twice", "--workers", "1", "--out", str(out)])
     assert [record["name"] for record in json.loads(out.read_text())] == ["unedited"]
+
+
+def test_the_list_fits_a_page(capsys: pytest.CaptureFixture[str]) -> None:
+    assert mutants.main(["--list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) > 200
+    assert max(map(len, lines)) <= WIDTH
 
 
 def test_an_interrupt_waits_for_no_cell(monkeypatch: pytest.MonkeyPatch) -> None:
