@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import math
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -45,8 +46,16 @@ EVIDENCE = {
 
 
 def home() -> Path:
-    """Where edited engines are built, and their objects kept."""
-    return cache_folder() / "mutants"
+    """Where edited engines are built, and their objects kept. Raises BuildError where nothing can be written."""
+    folder = cache_folder() / "mutants"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return folder
+    except OSError as error:
+        raise BuildError(
+            f"{folder}: {error.strerror}; KDTREE_BUILD names another folder than {folder.parent}"
+        ) from error
 
 
 def one(

@@ -279,6 +279,18 @@ def test_what_has_ended_is_kept_when_a_run_is_cut_off(monkeypatch: pytest.Monkey
     assert [record["name"] for record in json.loads(out.read_text())] == ["unedited"]
 
 
+@pytest.mark.parametrize("way", [["--compile-only"], ["--build-only"], []])
+def test_a_folder_that_cannot_be_written_has_a_remedy(
+    way: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mutants").touch()
+    monkeypatch.setenv("KDTREE_BUILD", str(tmp_path))
+    monkeypatch.setattr(mutants, "Workshop", lambda *_: pytest.fail("built"))
+    assert mutants.main(["-k", "rope", *way]) == 3
+    told = f"{tmp_path / 'mutants'}: File exists; KDTREE_BUILD names another folder than {tmp_path}"
+    assert told in capsys.readouterr().err
+
+
 def test_the_list_fits_a_page(capsys: pytest.CaptureFixture[str]) -> None:
     assert mutants.main(["--list"]) == 0
     lines = capsys.readouterr().out.splitlines()
