@@ -226,10 +226,10 @@ class Link:
             raise FarError(str(content["error"]), str(content.get("text", "")))
         return kind, content
 
-    def messages(self, timeout: float | None = None) -> Iterator[dict[str, Any]]:
+    def messages(self) -> Iterator[dict[str, Any]]:
         """Messages up to the answer, which is the last of them. Raises as ``next``."""
         while True:
-            kind, content = self.next(timeout)
+            kind, content = self.next()
             if kind == MESSAGE:
                 yield content
                 if content.get("ok"):

@@ -12,7 +12,7 @@ import json
 import os
 import stat
 import subprocess
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -120,12 +120,12 @@ def listed(root: Path) -> list[bytes]:
     return sorted(path for path in paths if os.path.lexists(os.path.join(os.fsencode(root), path)))
 
 
-def snapshot(root: Path, paths: Sequence[bytes], *, progress: Callable[[int, int], None] | None = None) -> Snapshot:
+def snapshot(root: Path, paths: Sequence[bytes]) -> Snapshot:
     """Hash ``paths`` below ``root``. Raises SyncError naming the path that cannot be sent."""
     base = os.fsencode(root)
     real = os.path.realpath(base)
     files, links = [], []
-    for i, path in enumerate(paths):
+    for path in paths:
         full = os.path.join(base, path)
         try:
             status = os.lstat(full)
@@ -139,8 +139,6 @@ def snapshot(root: Path, paths: Sequence[bytes], *, progress: Callable[[int, int
                 raise SyncError(f"{_name(path)}: neither a file nor a link; add it to .gitignore")
         except OSError as error:
             raise SyncError(f"{_name(path)}: {error.strerror}") from None
-        if progress:
-            progress(i + 1, len(paths))
     return Snapshot(root, tuple(files), tuple(links))
 
 
@@ -166,10 +164,10 @@ def _inside(real: bytes, base: bytes, path: bytes) -> bytes:
     return target
 
 
-def working_tree(root: Path, *, progress: Callable[[int, int], None] | None = None) -> Snapshot:
+def working_tree(root: Path) -> Snapshot:
     """The working tree with ``.kdtree-source.json``, which stands in for git where there is none. Raises SyncError."""
     carried = sources.SOURCE_FILE.encode()
-    tree = snapshot(root, [path for path in listed(root) if path != carried], progress=progress)
+    tree = snapshot(root, [path for path in listed(root) if path != carried])
     known = sources.describe(root)
     data = json.dumps({"commit": known.commit, "dirty": list(known.dirty)}).encode("ascii")
     made = File(carried, 0o644, hashlib.sha256(data).hexdigest(), len(data), data)

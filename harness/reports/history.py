@@ -149,9 +149,9 @@ def _last(values: Iterable[float | None]) -> str:
     return f"{known[-1]:.3g}" if known else "none"
 
 
-def _chart(title: str, unit: str, series: list[Series], *, log: bool = False, bound: float | None = None) -> Chart:
+def _chart(title: str, unit: str, series: list[Series], *, bound: float | None = None) -> Chart:
     said = ", ".join(f"{s.label} {_last(s.values)}{unit}" for s in series)
-    return chart(title, f"in the last run that has it: {said}", series, log=log, bound=bound, x_label="run")
+    return chart(title, f"in the last run that has it: {said}", series, bound=bound, x_label="run")
 
 
 def _overview(runs: list[RunSummary]) -> Iterable[Chart]:

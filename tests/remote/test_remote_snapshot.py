@@ -63,10 +63,8 @@ def test_modes_links_and_contents_are_the_files(tmp_path: Path) -> None:
     (root / "sub" / "read").chmod(0o400)
     (root / "here").symlink_to(".")
     (root / "sub" / "to").symlink_to("../plain")
-    seen: list[tuple[int, int]] = []
     paths = [b"here", b"plain", b"sub/read", b"sub/run", b"sub/to"]
-    tree = snapshot(root, paths, progress=lambda done, of: seen.append((done, of)))
-    assert seen == [(i, 5) for i in range(1, 6)]
+    tree = snapshot(root, paths)
     assert tree.links == ((b"here", b"."), (b"sub/to", b"../plain"))
     assert [(file.path, file.mode, file.size) for file in tree.files] == [
         (b"plain", 0o644, 3_000_000), (b"sub/read", 0o400, 3), (b"sub/run", 0o755, 0),

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from harness.remote.farside.wire import ERR, OUT
 
+KILL_SECONDS = 8.0  # seconds that SIGKILL may take: a process in a call of the system ends when that does
 _SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER, linux/prctl.h
 
 
@@ -76,8 +77,8 @@ def _signal(pids: Sequence[int], number: int) -> None:
             continue  # gone, or another user's (sudo): counted by the caller as left over
 
 
-def end_descendants(root: int, grace: float, *, first: int = signal.SIGTERM, patience: float = 8.0) -> list[int]:
-    """Send ``first`` to what descends from ``root``, SIGKILL ``grace`` s later; who is left after ``patience`` s more.
+def end_descendants(root: int, grace: float, *, first: int = signal.SIGTERM) -> list[int]:
+    """Send ``first`` to what descends from ``root``, SIGKILL ``grace`` s later; who is left `KILL_SECONDS` s after that.
 
     Those left are in an uninterruptible call or belong to another user.
     """
@@ -87,7 +88,7 @@ def end_descendants(root: int, grace: float, *, first: int = signal.SIGTERM, pat
         _signal(descendants(root), signal.SIGCONT)  # a stopped process would never see the first signal
     while (left := descendants(root)) and time.monotonic() < started + grace:
         time.sleep(0.05)
-    while left and time.monotonic() < started + grace + patience:
+    while left and time.monotonic() < started + grace + KILL_SECONDS:
         _signal(left, signal.SIGKILL)
         time.sleep(0.02)
         left = descendants(root)

@@ -27,6 +27,7 @@ from typing import Any
 from harness.remote.farside.tree import StoreError, Tree, decode, encode
 
 _STEP = 1 << 20
+PATIENCE = 60.0  # seconds for another run that prunes
 
 
 class Lock:
@@ -71,14 +72,14 @@ class Store:
         for name in ("store", "incoming", "runs", "cache"):
             os.makedirs(self.path(name), exist_ok=True)
 
-    def sharing(self, patience: float = 60.0) -> Lock:
-        """Hold off pruning until the lock is closed."""
+    def sharing(self) -> Lock:
+        """Hold off pruning until the lock is closed. Raises StoreError where another run prunes all the while."""
         lock = Lock(self.path("store.lock"))
-        deadline = time.monotonic() + patience
+        deadline = time.monotonic() + PATIENCE
         while not lock.take(fcntl.LOCK_SH):
             if time.monotonic() > deadline:
                 raise StoreError(
-                    "io", f"{decode(self.path('store.lock'))}: another run has pruned for {patience:.0f} s"
+                    "io", f"{decode(self.path('store.lock'))}: another run has pruned for {PATIENCE:.0f} s"
                 )
             time.sleep(0.1)
         return lock
