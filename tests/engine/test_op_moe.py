@@ -14,6 +14,7 @@ from engine.library import library
 from harness.protocol import F32 as Rows32
 
 NON_FINITE = 1
+SCALING = 2.5  # of the weights, in most tests
 
 
 def route(
@@ -24,7 +25,7 @@ def route(
     *,
     groups: tuple[int, int] = (1, 1),
     norm: bool = True,
-    scaling: float = 2.5,
+    scaling: float = SCALING,
 ) -> tuple[Array, Rows32, dict[str, int]]:
     m = logits.shape[0]
     ids, weights, state = ops.empty(m, k, dtype=np.int32), ops.empty(m, k), ops.state(m)
@@ -33,7 +34,7 @@ def route(
 
 
 def expected_route(
-    logits: Sequence[float], bias: Sequence[float], k: int, groups: tuple[int, int], norm: bool, scaling: float
+    logits: Sequence[float], bias: Sequence[float], k: int, groups: tuple[int, int], norm: bool
 ) -> tuple[list[int], list[float]]:
     """docs/model.md with plain lists and stable sorts."""
     s = [1 / (1 + np.exp(-np.float64(v))) for v in logits]
@@ -44,7 +45,7 @@ def expected_route(
     open_ = [e for e in range(len(c)) if e // size in kept]
     ids = sorted(open_, key=lambda e: -c[e])[:k]
     total = sum(s[e] for e in ids) + 1e-20 if norm else 1.0
-    return ids, [s[e] / total * scaling for e in ids]
+    return ids, [s[e] / total * SCALING for e in ids]
 
 
 @pytest.mark.parametrize(
@@ -59,7 +60,7 @@ def test_router(ops: Ops, experts: int, k: int, groups: tuple[int, int], norm: b
     ids, weights, state = route(ops, logits, bias, k, groups=groups, norm=norm)
     assert state["error"] == 0
     for row in range(17):
-        want_ids, want = expected_route(logits[row].tolist(), bias.tolist(), k, groups, norm, 2.5)
+        want_ids, want = expected_route(logits[row].tolist(), bias.tolist(), k, groups, norm)
         assert ids[row].tolist() == want_ids
         np.testing.assert_allclose(weights[row], want, rtol=2e-6)
 
@@ -69,7 +70,7 @@ def test_weights_of_scores_that_are_next_to_nothing(ops: Ops, score: float) -> N
     logits, bias = draw(np.random.default_rng(6), 17, 9) + np.float32(score), np.arange(9, dtype=np.float32)
     ids, weights, _ = route(ops, logits, bias, 4)
     for row in range(17):
-        want_ids, want = expected_route(logits[row].tolist(), bias.tolist(), 4, (1, 1), True, 2.5)
+        want_ids, want = expected_route(logits[row].tolist(), bias.tolist(), 4, (1, 1), True)
         assert ids[row].tolist() == want_ids
         np.testing.assert_allclose(weights[row], want, rtol=2e-6)
 

@@ -302,10 +302,10 @@ BOX_ROWS = [(1, False), (2, True), (4, False), (5, False), (8, True), (9, False)
 
 
 def box_plan(
-    int4: bool, k: int, rows: int, outputs: int, *, paired: bool = False, normed: bool = False, shared: int = HOPPER
+    int4: bool, k: int, rows: int, outputs: int, *, paired: bool = False, normed: bool = False
 ) -> tuple[dict[str, int], list[int]]:
     """The shape of linear's launch by boxes and where its clusters' shares begin; nothing if another kernel serves."""
-    found = [int(n) for n in library("cpu").linear_box_plan(int4, k, rows, outputs, paired, normed, True, shared)]
+    found = [int(n) for n in library("cpu").linear_box_plan(int4, k, rows, outputs, paired, normed, True, HOPPER)]
     return dict(zip(BOX_FIELDS, found, strict=False)), found[len(BOX_FIELDS) :]
 
 

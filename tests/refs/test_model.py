@@ -26,10 +26,40 @@ from refs.rope import cos_sin, inv_freq, mscale, rotate, softmax_scale
 PROMPT = [3, 41, 7, 7, 0, 12, 47, 30, 2, 9]
 
 
+def plain_rope(c: ModelConfig) -> tuple[Any, float]:
+    """The angle a position of every pair, and the softmax's scale: YaRN where the factor is above 1."""
+    p = c.qk_rope_head_dim
+    i = np.arange(p // 2)
+    extra = c.rope_theta ** (-2 * i / p)
+    scale = (c.qk_nope_head_dim + p) ** -0.5
+    if c.rope_factor <= 1:
+        return extra, scale
+    assert c.rope_mscale == c.rope_mscale_all_dim  # so that the amplitude is 1
+    bounds = [
+        p * math.log(c.rope_original_context / (2 * math.pi * r)) / (2 * math.log(c.rope_theta))
+        for r in (c.rope_beta_fast, c.rope_beta_slow)
+    ]
+    low, high = max(math.floor(bounds[0]), 0), min(math.ceil(bounds[1]), p - 1)
+    ramp = np.clip((i - low) / (high - low if high != low else 0.001), 0, 1)
+    scale *= (0.1 * c.rope_mscale_all_dim * math.log(c.rope_factor) + 1) ** 2
+    return extra / c.rope_factor * ramp + extra * (1 - ramp), scale
+
+
+def plain_choice(c: ModelConfig, biased: Any) -> list[int]:
+    """The experts of one row, the best first and of equal ones the lowest."""
+    allowed = list(range(c.n_routed_experts))
+    if c.n_group > 1:
+        size = c.n_routed_experts // c.n_group
+        best = [sum(sorted(biased[g * size : (g + 1) * size])[-2:]) for g in range(c.n_group)]
+        kept = sorted(range(c.n_group), key=lambda g: (-best[g], g))[: c.topk_group]
+        allowed = [e for e in allowed if e // size in kept]
+    return sorted(allowed, key=lambda e: (-biased[e], e))[: c.num_experts_per_tok]
+
+
 def plain_logits(c: ModelConfig, w: Tensors, tokens: list[int]) -> np.ndarray[Any, Any]:
     """docs/model.md once more: direct MLA, one row after the other, numpy's own `@`, exp and sums."""
     w = {k: v.astype(np.float64) if v.dtype == np.float32 else v for k, v in w.items()}
-    n, p, heads = c.qk_nope_head_dim, c.qk_rope_head_dim, c.num_heads
+    n, heads = c.qk_nope_head_dim, c.num_heads
 
     def rms(x: Any, name: str, eps: float) -> Any:
         return x / np.sqrt(np.mean(x * x) + eps) * w[name]
@@ -42,20 +72,7 @@ def plain_logits(c: ModelConfig, w: Tensors, tokens: list[int]) -> np.ndarray[An
         z = (pairs[:, 0] + 1j * pairs[:, 1]) * np.exp(1j * position * frequencies)
         return np.stack([z.real, z.imag], axis=1).reshape(-1)
 
-    i = np.arange(p // 2)
-    extra = c.rope_theta ** (-2 * i / p)
-    frequencies = extra
-    scale = (n + p) ** -0.5
-    if c.rope_factor > 1:
-        assert c.rope_mscale == c.rope_mscale_all_dim  # so that the amplitude is 1
-        bounds = [
-            p * math.log(c.rope_original_context / (2 * math.pi * r)) / (2 * math.log(c.rope_theta))
-            for r in (c.rope_beta_fast, c.rope_beta_slow)
-        ]
-        low, high = max(math.floor(bounds[0]), 0), min(math.ceil(bounds[1]), p - 1)
-        ramp = np.clip((i - low) / (high - low if high != low else 0.001), 0, 1)
-        frequencies = extra / c.rope_factor * ramp + extra * (1 - ramp)
-        scale *= (0.1 * c.rope_mscale_all_dim * math.log(c.rope_factor) + 1) ** 2
+    frequencies, scale = plain_rope(c)
     keys: list[list[Any]] = [[] for _ in range(c.num_layers)]
     values: list[list[Any]] = [[] for _ in range(c.num_layers)]
     out = []
@@ -86,14 +103,7 @@ def plain_logits(c: ModelConfig, w: Tensors, tokens: list[int]) -> np.ndarray[An
                 continue
             s = 1 / (1 + np.exp(-(w[at + "router.w"] @ b)))
             biased = s + w[at + "router.bias"]
-            size = c.n_routed_experts // c.n_group
-            if c.n_group > 1:
-                best = [sum(sorted(biased[g * size : (g + 1) * size])[-2:]) for g in range(c.n_group)]
-                kept = sorted(range(c.n_group), key=lambda g: (-best[g], g))[: c.topk_group]
-                allowed = [e for e in range(c.n_routed_experts) if e // size in kept]
-            else:
-                allowed = list(range(c.n_routed_experts))
-            chosen = sorted(allowed, key=lambda e: (-biased[e], e))[: c.num_experts_per_tok]
+            chosen = plain_choice(c, biased)
             total = sum(s[e] for e in chosen) if c.norm_topk_prob else 1.0
             for e in chosen:
                 gate, rise, down = (w[at + f"experts.{part}.w"][e] for part in ("gate", "up", "down"))
