@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from harness.remote.farside.wire import ERR, OUT
 
-KILL_SECONDS = 8.0  # seconds that SIGKILL may take: a process in a call of the system ends when that does
+KILL_SECONDS = 8.0  # that SIGKILL may take: a process in a call of the system ends when that does
 _SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER, linux/prctl.h
 
 
@@ -78,9 +78,9 @@ def _signal(pids: Sequence[int], number: int) -> None:
 
 
 def end_descendants(root: int, grace: float, *, first: int = signal.SIGTERM) -> list[int]:
-    """Send ``first`` to what descends from ``root``, SIGKILL ``grace`` s later; who is left `KILL_SECONDS` s after that.
+    """Send ``first`` to what descends from ``root``, SIGKILL ``grace`` seconds later; who is left.
 
-    Those left are in an uninterruptible call or belong to another user.
+    Those left after another `KILL_SECONDS` are in an uninterruptible call or belong to another user.
     """
     started = time.monotonic()
     if grace > 0:
