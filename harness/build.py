@@ -42,7 +42,10 @@ SANITIZERS = {"address": "address,undefined", "thread": "thread"}
 
 
 def sources(device: str) -> list[Path]:
-    """The files that are compiled for a device, in a fixed order."""
+    """The files that are compiled for a device, in a fixed order.
+
+    Raises BuildError where there are none, or two would have one object file.
+    """
     found = sorted(CSRC.glob("*.cpp")) + sorted((CSRC / "cpu").glob("*.cpp"))
     if device == "cuda":
         found += sorted((CSRC / "cuda").glob("*.cu"))

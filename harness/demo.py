@@ -101,7 +101,10 @@ def run(
     budget: int | None,
     is_text: bool,
 ) -> list[Result]:
-    """AR, and DDTree with each drafter, of one precision; ``budget`` None follows the measured costs."""
+    """AR, and DDTree with each drafter, of one precision; ``budget`` None follows the measured costs.
+
+    Raises EngineError: what the session refuses, and RequestError for costs that this engine does not measure.
+    """
     ar = _fastest(session, replace(golden.request(), max_tokens=tokens, temperature=0.0))
     results = []
     for drafter in drafters:

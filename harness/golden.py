@@ -98,7 +98,7 @@ class Golden:
         return self._golden(f"cache.layers.{layer}.latent"), self._golden(f"cache.layers.{layer}.k_rope")
 
     def tolerance(self, name: str) -> float:
-        """The bundle's bound for ``logits`` or a tap."""
+        """The bundle's bound for ``logits`` or a tap, in their own units. Raises GoldenError if it has none."""
         table = self.meta["tolerance"][self.precision]
         if name not in table:
             raise GoldenError(f"{self.file.file}: meta.json: tolerance.{self.precision}.{name} is missing")

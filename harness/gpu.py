@@ -120,7 +120,7 @@ def worker_cap(free_bytes: int, cell_bytes: int, wanted: int) -> int:
     """How many of ``wanted`` workers may share a GPU with ``free_bytes`` free when one cell needs ``cell_bytes``.
 
     0 when not even one fits: the caller must fail with the figures, not start and run out of memory. A tenth stays free
-    for the driver and for fragmentation.
+    for the driver and for fragmentation. Raises ValueError for a negative number.
     """
     if cell_bytes < 0 or wanted < 0:
         raise ValueError("bytes and workers must not be negative")
@@ -134,7 +134,10 @@ def is_sticky(text: str) -> bool:
 
 
 def lock_folder() -> Path:
-    """This user's folder for locks, the same for every run on the machine; refused if it belongs to another."""
+    """This user's folder for locks, the same for every run on the machine.
+
+    Raises PermissionError if it belongs to another.
+    """
     folder = Path(os.environ.get("KDTREE_LOCKS", "") or Path(tempfile.gettempdir()) / f"kdtree-locks-{os.getuid()}")
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if folder.stat().st_uid != os.getuid():

@@ -156,7 +156,7 @@ def rankable(ranks: int, folder: Path = CONFIGS, *, scale: bool = False) -> tupl
 
 
 def precisions_of(path: Path) -> tuple[str, ...]:
-    """The ``precisions`` of a config file, as `drafters` for its drafters."""
+    """The ``precisions`` of a config file, as `drafters` for its drafters. Raises MatrixError."""
     own = _config(path).get("precisions")
     names = _own_or_base(path, lambda content: content.get("precisions"))
     if not isinstance(names, list):
@@ -209,6 +209,8 @@ def expected(
     ``refs/configs``, with ``scale`` those of real sizes too. A config that ``offered`` does not name has
     fp32 and int4.
     ``ranked``: the configs that several ranks run, by their number; without it they run all.
+
+    Raises MatrixError without a device, and as `configs` does.
     """
     if not devices:
         raise MatrixError("no device to run on: name one with --device")

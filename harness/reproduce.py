@@ -116,7 +116,10 @@ def _child(python: str, environment: dict[str, str], arguments: Sequence[str], s
 
 
 def attempt(variant: Variant, configs: Sequence[str], sources: Path = ROOT) -> Outcome:
-    """Make the bundles of ``sources`` in one variant and hold them against the lock there."""
+    """Make the bundles of ``sources`` in one variant and hold them against the lock there.
+
+    A variant that cannot be had here is an outcome, too.
+    """
     started = time.perf_counter()
     environment = dict(variant.environment)
     try:
@@ -166,7 +169,7 @@ def local_variants() -> list[Variant]:
 
 
 def requirement(pattern: str) -> tuple[int, ...]:
-    """A lower bound from pyproject.toml, as numbers."""
+    """A lower bound from pyproject.toml, as numbers. Raises NotTried where it states none."""
     found = re.search(pattern + r"\s*>=\s*([0-9.]+)", (ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     if found is None:
         raise NotTried(f"pyproject.toml states no lower bound matching {pattern!r}")
@@ -206,7 +209,10 @@ def _pip(*arguments: str) -> str:
 
 
 def environment_with(python: str, folder: Path, which: str) -> str:
-    """A new virtual environment of ``python`` with the ``oldest`` or ``newest`` numpy admitted; its interpreter."""
+    """A new virtual environment of ``python`` with the ``oldest`` or ``newest`` numpy admitted; its interpreter.
+
+    Raises NotTried with what kept it from being made.
+    """
     built = _run([python, "-m", "venv", "--without-pip", str(folder)])
     if built.returncode:
         raise NotTried(f"venv: {(built.stderr.strip().splitlines() or ['no message'])[-1]}")

@@ -150,6 +150,7 @@ class Reader:
 
 
 def found(node: yaml.Node) -> str:
+    """What stands where something else was expected, in words for a complaint."""
     if isinstance(node, yaml.ScalarNode):
         return repr(node.value) if node.value else "nothing"
     return "a list" if isinstance(node, yaml.SequenceNode) else "fields"

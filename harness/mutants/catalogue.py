@@ -163,7 +163,10 @@ def plant(fault: Fault, target: Path, csrc: Path = CSRC) -> Path:
 
 
 def fraction(faults: Sequence[Fault], share: Fraction, seed: str) -> list[Fault]:
-    """A share such as 1/5 of the faults, fixed by ``seed``; over many seeds every fault has its turn."""
+    """A share such as 1/5 of the faults, fixed by ``seed``; over many seeds every fault has its turn.
+
+    Raises CatalogueError for a share beyond 0 to 1.
+    """
     if not 0 < share <= 1:
         raise CatalogueError(f"fraction {share} is not in (0, 1]")
     shift = int.from_bytes(hashlib.sha256(seed.encode()).digest()[:8], "big") % share.denominator

@@ -149,4 +149,5 @@ def dry_run(host: Host, order: Order, tree: Snapshot) -> Iterator[str]:
 
 
 def as_json(findings: list[Finding]) -> list[dict[str, Any]]:
+    """The fields of each, and whether it is in order."""
     return [{**asdict(finding), "ok": finding.ok} for finding in findings]

@@ -28,7 +28,10 @@ class ConnectionFailed(Exception):
 
 
 def within(seconds: float, function: Callable[[], T], late: str) -> T:
-    """``function()``, in a thread that is given up after ``seconds``: name lookups and agents know no limit."""
+    """``function()``, in a thread that is given up after ``seconds``: name lookups and agents know no limit.
+
+    Raises ConnectionFailed, which begins with ``late``, or what the function raises.
+    """
     results: list[T] = []
     errors: list[BaseException] = []
 

@@ -22,10 +22,12 @@ class StoreError(Exception):
 
 
 def encode(path: str) -> bytes:
+    """A path as JSON had it, as the system takes it."""
     return path.encode("utf-8", "surrogateescape")
 
 
 def decode(path: bytes) -> str:
+    """A path as the system has it, for JSON: bytes that are no UTF-8 are escaped."""
     return path.decode("utf-8", "surrogateescape")
 
 
