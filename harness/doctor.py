@@ -20,8 +20,8 @@ from harness import plain_json
 from harness.cells import INFRASTRUCTURE, PASSED
 from harness.cli import Parser
 from harness.progress import tell, told
+from harness.toolchain import TORCH_MINIMUM, release
 
-TORCH_MINIMUM = (2, 11)
 HARNESS = {"numpy": (1, 26), "PyYAML": (6, 0), "Jinja2": (3, 1), "pytest": (8, 0), "pytest-xdist": (3, 5)}
 """Packages without which no cell can be judged, whatever the engine."""
 _PIP = f"{shlex.quote(sys.executable)} -m pip install"
@@ -42,13 +42,9 @@ class Finding:
         return not self.ok and self.needed_for == "cpu"
 
 
-def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in version.split("+")[0].split(".")[:2] if part.isdigit())
-
-
 def _package(name: str, needed_for: str, minimum: tuple[int, ...] = ()) -> Finding:
     have = machine.version(name)
-    ok = bool(have) and _numbers(have) >= minimum
+    ok = bool(have) and release(have) >= minimum
     wanted = f"{name}>={'.'.join(map(str, minimum))}" if minimum else name
     return Finding(name, ok, have or "not installed", needed_for, "" if ok else f"{_PIP} '{wanted}'")
 

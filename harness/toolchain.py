@@ -18,9 +18,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+TORCH_MINIMUM = (2, 11)
+"""The first with the stable ABI that the engine uses; ``pyproject.toml`` asks for it too."""
+
 
 class BuildError(Exception):
     """The engine cannot be built here; the message says what is missing or wrong. Exit status 3 at the command line."""
+
+
+def release(version: str) -> tuple[int, ...]:
+    """The first two numbers of a version, to be compared; one that is not released yet, ``2.11rc1``, comes before."""
+    return tuple(int(part) for part in version.split("+")[0].split(".")[:2] if part.isdigit())
 
 
 def torch_build() -> list[str | None]:
@@ -40,8 +48,9 @@ def torch_build() -> list[str | None]:
             raise BuildError(f"torch is not installed ({error}); install it with: pip install torch") from error
         version = str(torch.__version__)
         commit, cuda = getattr(torch.version, "git_version", None), torch.version.cuda
-    if tuple(int(n) for n in re.findall(r"\d+", version)[:2]) < (2, 11):
-        raise BuildError(f"torch {version} is too old; 2.11 or newer has the stable ABI that the engine uses")
+    if release(version) < TORCH_MINIMUM:
+        newer = ".".join(map(str, TORCH_MINIMUM))
+        raise BuildError(f"torch {version} is too old; {newer} or newer has the stable ABI that the engine uses")
     return [version, commit, cuda]
 
 

@@ -27,6 +27,11 @@ class Peer:
     serve: Serve
 
 
+def copies_of(make: Callable[[], Call], copies: int) -> list[Call]:
+    """The same call so many times, each with operands of its own."""
+    return [make() for _ in range(copies)]
+
+
 def peers(device: str) -> list[Peer]:
     """Every peer that this project compares itself with on ``device``."""
     if device == "cuda":

@@ -5,18 +5,14 @@ from __future__ import annotations
 import ctypes
 import importlib
 import importlib.util
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from harness.bench.cases import Case
 from harness.bench.ceilings import threads
 from harness.bench.clock import Call
-from harness.bench.peers import Peer
+from harness.bench.peers import Peer, copies_of
 from refs.quant import GROUP
-
-
-def _spread(make: Callable[[], Call], copies: int) -> list[Call]:
-    return [make() for _ in range(copies)]
 
 
 def torch_calls(case: Case, copies: int) -> Sequence[Call] | None:
@@ -31,7 +27,7 @@ def torch_calls(case: Case, copies: int) -> Sequence[Call] | None:
             x, w = torch.rand(c.M, c.K), torch.rand(c.N, c.K)
             return lambda: functional.linear(x, w)
 
-        return _spread(linear, copies)
+        return copies_of(linear, copies)
     if c.op == "mla_attention":
 
         def attention() -> Call:
@@ -39,28 +35,28 @@ def torch_calls(case: Case, copies: int) -> Sequence[Call] | None:
             value = key[:, : c.rank]
             return lambda: torch.softmax(q @ key.T * 0.07, -1) @ value
 
-        return _spread(attention, copies)
+        return copies_of(attention, copies)
     if c.op == "select":
 
         def select() -> Call:
             logits = torch.rand(c.M, c.N)
             return lambda: logits.argmax(-1)
 
-        return _spread(select, copies)
+        return copies_of(select, copies)
     if c.op == "rms_norm":
 
         def norm() -> Call:
             x, w = torch.rand(c.M, c.K), torch.rand(c.K)
             return lambda: functional.rms_norm(x, (c.K,), w, 1e-5)
 
-        return _spread(norm, copies)
+        return copies_of(norm, copies)
     if c.op == "tree_build":
 
         def best() -> Call:
             draft = torch.rand(c.depths, c.N)
             return lambda: (draft.logsumexp(-1), draft.topk(min(c.budget, c.N)))
 
-        return _spread(best, copies)
+        return copies_of(best, copies)
     return None
 
 
@@ -84,7 +80,7 @@ def int4pack_calls(case: Case, copies: int) -> Sequence[Call] | None:
         q = torch.randint(0, 16, (case.N, case.K), dtype=torch.int32)
         return int4pack(torch.rand(case.M, case.K), q, torch.rand(case.N, case.K // GROUP))
 
-    return _spread(call, copies)
+    return copies_of(call, copies)
 
 
 class GgmlPool:

@@ -14,14 +14,10 @@ from typing import Any
 from harness.bench.cases import Case
 from harness.bench.clock import Call
 from harness.bench.operands import routes
-from harness.bench.peers import Peer
+from harness.bench.peers import Peer, copies_of
 from refs.quant import GROUP
 
 PAGE = 64  # keys a page of FlashMLA's cache
-
-
-def _spread(make: Callable[[], Call], copies: int) -> list[Call]:
-    return [make() for _ in range(copies)]
 
 
 def cublas_calls(case: Case, copies: int, *, dtype: str) -> Sequence[Call] | None:
@@ -38,7 +34,7 @@ def cublas_calls(case: Case, copies: int, *, dtype: str) -> Sequence[Call] | Non
         w = torch.rand(case.N, case.K, device="cuda").to(kind)
         return lambda: functional.linear(x, w)
 
-    return _spread(call, copies)
+    return copies_of(call, copies)
 
 
 def int4pack_calls(case: Case, copies: int) -> Sequence[Call] | None:
@@ -55,7 +51,7 @@ def int4pack_calls(case: Case, copies: int) -> Sequence[Call] | None:
         scale = torch.rand(case.K // GROUP, case.N, 2, device="cuda").bfloat16()
         return lambda: torch.ops.aten._weight_int4pack_mm(x, packed, GROUP, scale)
 
-    return _spread(call, copies)
+    return copies_of(call, copies)
 
 
 def _humming_layer(n: int, k: int, experts: int | None = None) -> Any:
@@ -97,7 +93,7 @@ def humming_calls(case: Case, copies: int, *, invariant: bool) -> Sequence[Call]
         product, _ = _humming_product(_humming_layer(case.N, case.K), case.M, kind="dense", invariant=invariant)
         return partial(product, torch.rand(case.M, case.K, device="cuda").bfloat16())
 
-    return _spread(call, copies)
+    return copies_of(call, copies)
 
 
 def humming_experts_calls(case: Case, copies: int, *, invariant: bool) -> Sequence[Call] | None:
@@ -152,7 +148,7 @@ def flash_mla_calls(case: Case, copies: int) -> Sequence[Call] | None:
             q, cache, table, lengths, case.rank, plan, softmax_scale=0.1446796, causal=False, use_legacy=True
         )
 
-    return _spread(call, copies)
+    return copies_of(call, copies)
 
 
 def _missing(module: str, package: str) -> str:

@@ -13,9 +13,9 @@ from harness.remote.run import SKEW
 from harness.remote.session import Session, holder_text
 from harness.remote.ssh import Options
 from harness.remote.sync import Snapshot
+from harness.toolchain import TORCH_MINIMUM, release
 
 SPACE = 4 << 30  # bytes a host should have free: a build, the bundles, a few runs
-TORCH_MINIMUM = (2, 11)
 
 
 @dataclass(frozen=True)
@@ -77,14 +77,10 @@ def _python(host: Host, facts: dict[str, Any]) -> Iterator[Finding]:
     for package, version in facts["packages"].items():
         fine = version is not None and not version.startswith("broken")
         if package == "torch" and fine:
-            fine = _numbers(version) >= TORCH_MINIMUM
-        wanted = "torch>=2.11" if package == "torch" else package
+            fine = release(version) >= TORCH_MINIMUM
+        wanted = f"torch>={'.'.join(map(str, TORCH_MINIMUM))}" if package == "torch" else package
         remedy = "" if fine else f"install {wanted} for {host.python} there, or send it: --wheels DIR"
         yield Finding(package, version or "missing", remedy)
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in version.split("+")[0].split(".")[:2] if part.isdigit())
 
 
 def _programs(host: Host, facts: dict[str, Any]) -> Iterator[Finding]:

@@ -15,6 +15,7 @@ import pytest
 from harness import cli, doctor, environment
 from harness.remote.farside import probe
 from harness.sources import ROOT
+from harness.toolchain import TORCH_MINIMUM
 
 
 def test_doctor_says_what_is_there(capsys: pytest.CaptureFixture[str]) -> None:
@@ -76,7 +77,7 @@ def test_doctors_look_for_all_that_the_project_depends_on() -> None:
     assert {*re.findall(r'"([a-z0-9-]+)>', needed), "pytest", "pytest-xdist"} == set(have)
     for name, minimum in have.items():
         assert minimum[: len(wanted[name])] == wanted[name][:2], name
-    assert wanted["torch"] == doctor.TORCH_MINIMUM
+    assert wanted["torch"] == TORCH_MINIMUM
     there = {finding.name.lower() for finding in doctor.examine() if finding.needed_for == "cpu"}
     assert set(have) < {name.lower() for name in probe._NEEDED.values()} <= there
 
