@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
+from engine_operands import draw, int4, normed
 from engine_ops import F32, RESIDUAL, SILU_MUL, STORE, Array, Ops, Rows, chain, same_bits
-from test_op_linear import draw, int4, normed
 
 from engine.library import library
 

@@ -4,20 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from engine_operands import draw, normed
 from engine_ops import F32, Array, Ops
 
 DIMS = [(1, 1, 2), (6, 2, 10), (8, 8, 32), (40, 2, 130)]
 """heads, heads of keys, head_dim; more queries a key than a block of 16, a head beyond a warp and 128 threads."""
 EPS = 1e-3
-
-
-def draw(rng: np.random.Generator, *shape: int) -> F32:
-    return rng.standard_normal(shape).astype(np.float32)
-
-
-def normed(x: Array, w: F32) -> Array:
-    wide = x.astype(np.float64)
-    return np.asarray(wide / np.sqrt((wide**2).mean(-1, keepdims=True) + EPS) * w)
 
 
 def turned(x: Array, angles: Array) -> Array:
@@ -77,7 +69,10 @@ class Side:
 
     def want(self, first: int, rows: int) -> Array:
         """Attention of rows first .. over all keys 0 .. first + rows - 1, [rows, heads, W]."""
-        k, q = turned(normed(self.k, self.k_norm), self.angles), turned(normed(self.q, self.q_norm), self.angles)
+        k, q = (
+            turned(normed(self.k, self.k_norm, EPS), self.angles),
+            turned(normed(self.q, self.q_norm, EPS), self.angles),
+        )
         group = np.repeat(np.arange(self.kv), self.heads // self.kv)
         seen = first + rows
         score = np.einsum("mhw,thw->hmt", q[first:seen], k[:seen, group]) / np.sqrt(self.w)
@@ -91,9 +86,9 @@ class Side:
 def test_prepare(ops: Ops, dims: tuple[int, int, int]) -> None:
     side = Side(ops, dims, 7)
     got = side.prepare(0, 7, queries=True)
-    np.testing.assert_allclose(got, turned(normed(side.q, side.q_norm), side.angles), atol=2e-5)
+    np.testing.assert_allclose(got, turned(normed(side.q, side.q_norm, EPS), side.angles), atol=2e-5)
     keys = side.keys.cpu().numpy()
-    want = turned(normed(side.k, side.k_norm), side.angles)
+    want = turned(normed(side.k, side.k_norm, EPS), side.angles)
     np.testing.assert_allclose(keys[:7].reshape(want.shape), want, atol=2e-5)
     assert np.array_equal(side.values.cpu().numpy()[:7].reshape(side.v.shape), side.v)
     assert np.isnan(keys[7]).all(), "written past the rows"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from engine_operands import draw, int4, normed, packed
 from engine_ops import F32, RESIDUAL, SILU_MUL, STORE, Array, Ops, same_bits, within
 
 from engine.library import library
@@ -13,33 +14,6 @@ from refs.quant import quantise
 SHAPES = [(1, 1, 1), (3, 5, 17), (2, 33, 64), (5, 16, 31), (9, 130, 96), (65, 47, 129), (70, 20, 300)]
 LONG = [(1, 35, 2205), (6, 35, 2205)]
 """INT4 rows beyond 1 KiB go another way on the CPU; these end within a group and within a unit."""
-
-
-def draw(rng: np.random.Generator, *shape: int) -> F32:
-    return rng.standard_normal(shape).astype(np.float32)
-
-
-def packed(q: Array, k: int) -> Array:
-    """Nibbles by the words of docs/model.md: offset binary, element 2j low and 2j+1 high, padded with 8."""
-    n, groups = q.shape[0], -(-k // 32)
-    codes = np.full((n, groups * 32), 8, np.uint8)
-    codes[:, :k] = q + 8
-    return codes[:, 0::2] | codes[:, 1::2] << 4
-
-
-def int4(rng: np.random.Generator, n: int, k: int) -> tuple[Array, Array, Array]:
-    """Nibbles, bf16 bits of the scales, and the exact weights in float64. Some groups are all zero, some hold -8."""
-    groups = -(-k // 32)
-    q = rng.integers(-8, 8, (n, k)).astype(np.int8)
-    scale = (draw(rng, n, groups).view(np.uint32) >> 16).astype(np.uint16)
-    scale[rng.random((n, groups)) < 0.1] = 0
-    exact = (scale.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
-    return packed(q, k), scale, q * np.repeat(exact, 32, axis=1)[:, :k]
-
-
-def normed(x: F32, w: F32, eps: float) -> Array:
-    wide = x.astype(np.float64)
-    return np.asarray(wide / np.sqrt((wide**2).mean(-1, keepdims=True) + eps) * w)
 
 
 def close(got: F32, want: Array, terms: Array) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
+from engine_operands import draw
 from engine_ops import F32, Array, Ops, Rows, chain, same_bits, within
 
 from engine.library import library
@@ -30,16 +31,12 @@ class Attention:
         rng = np.random.default_rng(total + dims[1])
         self.dims, self.total = list(dims), total
         self.heads, self.rank, self.nope, self.rope, self.v = dims
-        self.q = self.draw(rng, total, self.heads, self.nope + self.rope)
-        self.kv = self.draw(rng, total, self.rank + self.rope)
-        self.norm = self.draw(rng, self.rank)
-        self.kv_b = self.draw(rng, self.heads, self.nope + self.v, self.rank)
+        self.q = draw(rng, total, self.heads, self.nope + self.rope)
+        self.kv = draw(rng, total, self.rank + self.rope)
+        self.norm = draw(rng, self.rank)
+        self.kv_b = draw(rng, self.heads, self.nope + self.v, self.rank)
         angle = rng.random((total, self.rope // 2)) * 6.28
         self.cos_sin = np.stack([np.cos(angle), np.sin(angle)], -1).astype(np.float32)
-
-    @staticmethod
-    def draw(rng: np.random.Generator, *shape: int) -> F32:
-        return rng.standard_normal(shape).astype(np.float32)
 
     def turned(self, x: Array, position: int) -> Array:
         pair = x.astype(np.float64)[..., 0::2] + 1j * x[..., 1::2]

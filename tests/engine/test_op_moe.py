@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
+from engine_operands import draw, int4, normed
 from engine_ops import F32, Array, Ops, same_bits, within
-from test_op_linear import draw, int4, normed
 
 from engine.library import library
 from harness.protocol import F32 as Rows32

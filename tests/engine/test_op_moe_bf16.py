@@ -12,8 +12,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
+from engine_operands import draw, int4, normed
 from engine_ops import F32, Array, Ops, same_bits
-from test_op_linear import draw, int4, normed
 
 from engine.library import library
 

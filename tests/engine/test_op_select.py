@@ -6,8 +6,8 @@ import math
 
 import numpy as np
 import pytest
+from engine_operands import draw
 from engine_ops import F32, Array, Ops, Rows, chain
-from test_op_linear import draw
 
 LOGITS_NON_FINITE = 2
 MASK = 0xFFFFFFFF

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
+from engine_operands import draw
 from engine_ops import F32, Array, Ops, Rows, same_bits
-from test_op_linear import draw
 
 DRAFT_NON_FINITE = 3
 F = np.float32

@@ -156,6 +156,21 @@ def matrix(*more: str, k: str = FILTER, engine: str = "csrc") -> list[str]:
     return ["-k", k, "--device", "cpu", "--engine", engine, *more]
 
 
+def in_background(work: Callable[[], object]) -> tuple[threading.Thread, list[BaseException]]:
+    """Begin ``work`` in a thread; the list gets what it raises."""
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    return thread, errors
+
+
 def until_it_says(process: subprocess.Popen[str], words: str) -> None:
     """Read the command's output up to ``words``, and go on reading in the background so that it is never stuck."""
     assert process.stdout is not None

@@ -6,9 +6,8 @@ Needs the right to make network namespaces (root); where that is missing, each t
 from __future__ import annotations
 
 import os
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,7 +19,7 @@ from harness.remote.ssh_auth import ConnectionFailed
 from harness.remote.sync import working_tree
 from tests.processes import running
 from tests.remote.boxes import Box, NoNamespaces, boxes
-from tests.remote.support import Open, Server
+from tests.remote.support import Open, Server, in_background
 from tests.waiting import PATIENCE, until
 
 
@@ -31,20 +30,6 @@ def box(server: Server, tmp_path: Path) -> Iterator[Box]:
             yield one
     except NoNamespaces as error:
         pytest.skip(str(error))
-
-
-def in_background(work: Callable[[], object]) -> tuple[threading.Thread, list[BaseException]]:
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            work()
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    return thread, errors
 
 
 @pytest.mark.slow

@@ -25,7 +25,7 @@ from harness.remote.sync import working_tree
 from tests import processes
 from tests.processes import running
 from tests.remote.sshd import Relay, public
-from tests.remote.support import Open, Printed, Server
+from tests.remote.support import Open, Printed, Server, in_background
 from tests.waiting import PATIENCE, until
 
 
@@ -169,25 +169,16 @@ def test_stopping_ends_everything(connect: Open, repo: Path, marker: str, printe
         session.run(["true"], limit=20)
 
 
-def in_background(session: Session, marker: str) -> tuple[threading.Thread, list[BaseException]]:
+def family_in_background(session: Session, marker: str) -> tuple[threading.Thread, list[BaseException]]:
     """Start a family and wait until it lives."""
-    errors: list[BaseException] = []
-
-    def work() -> None:
-        try:
-            session.run(family(marker), limit=60)
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
+    started = in_background(lambda: session.run(family(marker), limit=60))
     until(lambda: len(running(marker)) >= 4)
-    return thread, errors
+    return started
 
 
 @pytest.mark.slow
 def test_the_server_dies_in_the_middle(session: Session, server: Server, marker: str) -> None:
-    thread, errors = in_background(session, marker)
+    thread, errors = family_in_background(session, marker)
     server.sshd.kill_sessions()
     thread.join(PATIENCE)
     assert [type(e) for e in errors] == [LinkLost]
@@ -198,7 +189,7 @@ def test_the_server_dies_in_the_middle(session: Session, server: Server, marker:
 @pytest.mark.parametrize("victim", ["agent", "keeper"])
 def test_half_of_the_watchdog_is_killed(session: Session, marker: str, victim: str, host: Host) -> None:
     """The agent and its keeper watch each other; both show the program's start line."""
-    thread, errors = in_background(session, marker)
+    thread, errors = family_in_background(session, marker)
     pair = running("zlib.decompress")
     above = processes.ancestors(running(marker)[0])
     agent, keeper = (pid for pid in above if pid in pair)
@@ -262,7 +253,7 @@ def silent_link(server: Server, connect: Open, tmp_path: Path, repo: Path, limit
         host = server.host(tmp_path, port=relay.port, limits=limits, host_key=public(server.sshd.keys[0]))
         session = connect(host)
         session.sync(working_tree(repo))
-        thread, errors = in_background(session, marker)
+        thread, errors = family_in_background(session, marker)
         relay.freeze()
         began = time.monotonic()
         thread.join(PATIENCE)
