@@ -7,6 +7,7 @@ A torch that the interpreter running nox can import is used as it is (GPU boxes 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import importlib.util
 import os
@@ -14,7 +15,7 @@ import signal
 import sys
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import IO, NoReturn
 
 import nox
 
@@ -43,6 +44,28 @@ def end(number: int, frame: FrameType | None) -> NoReturn:
 
 
 signal.signal(signal.SIGTERM, end)
+
+
+def alone() -> IO[str] | None:
+    """A lock of this checkout, until it is closed: of two nox at once one makes the environment, the other finds it.
+
+    None where nothing can be written, and no environment made.
+    """
+    folder = Path(__file__).resolve().parent / ".nox"
+    try:
+        folder.mkdir(exist_ok=True)
+        lock = open(folder / "kdtree-lock", "w")  # noqa: SIM115
+    except OSError:
+        return None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        print("nox > waiting for another nox that makes an environment", file=sys.stderr, flush=True)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+    return lock
+
+
+LOCK = alone()  # nox makes a session's environment before it calls the session
 
 
 def install(session: nox.Session, *extras: str, torch: bool = True) -> None:
@@ -85,8 +108,11 @@ def install_shared(session: nox.Session) -> None:
 def python(session: nox.Session, *arguments: str) -> None:
     """Run this session's interpreter: without an environment the one that runs nox, which need not be on PATH.
 
-    Interrupted, it has time to record what did not run and to end what it started: more than nox's half a second.
+    Other nox may make environments from here on. Interrupted, what runs has time to record what did not run and to end
+    what it started: more than nox's half a second.
     """
+    if LOCK:
+        LOCK.close()
     own = session.virtualenv.venv_backend == "none"
     grace = {"interrupt_timeout": 20.0, "terminate_timeout": 10.0}
     session.run(sys.executable if own else "python", *arguments, **grace)

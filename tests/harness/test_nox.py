@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import runpy
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +17,7 @@ import pytest
 
 from harness.sources import ROOT
 from tests import processes
+from tests.waiting import until
 
 SLEEPS = """
 import os, time
@@ -80,7 +83,10 @@ class Session:
         self.installed += wanted
 
     def run_install(self, *_: str, **__: Any) -> str:
-        return self.virtualenv.location
+        return str(self.virtualenv.location)
+
+    def run(self, *_: str, **__: Any) -> None:
+        pass
 
 
 def test_sessions_that_run_the_engine_share_one_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,6 +95,7 @@ def test_sessions_that_run_the_engine_share_one_environment(tmp_path: Path, monk
     told = signal.getsignal(signal.SIGTERM)
     noxfile = runpy.run_path("noxfile.py")
     signal.signal(signal.SIGTERM, told)
+    noxfile["LOCK"].close()
     (tmp_path / "bench").mkdir()  # made before sessions shared: left alone
     first = Session(tmp_path / "demo")
     noxfile["install_shared"](first)
@@ -102,3 +109,41 @@ def test_sessions_that_run_the_engine_share_one_environment(tmp_path: Path, monk
     for name in noxfile["SHARED"]:
         assert f"def {name}(session: nox.Session)" in text
     assert text.count("    install_shared(session)\n") == len(noxfile["SHARED"])
+
+
+NOXFILE = """
+import runpy, sys
+sys.path.insert(0, sys.argv[1])
+noxfile = runpy.run_path("noxfile.py")
+print("in", flush=True)
+sys.stdin.readline()
+from tests.harness.test_nox import Session, Path
+noxfile["python"](Session(Path(".nox/demo")), "-m", "harness")
+sys.stdin.readline()
+"""
+
+
+def test_of_two_nox_at_once_one_makes_the_environment(tmp_path: Path) -> None:
+    """The other waits for it, and not for what then runs."""
+    for name in ("noxfile.py", "pyproject.toml"):
+        (tmp_path / name).write_bytes((ROOT / name).read_bytes())
+    with contextlib.ExitStack() as ending:
+
+        def start(name: str) -> tuple[subprocess.Popen[str], Callable[[], str]]:
+            told = tmp_path / name
+            file = ending.enter_context(open(told, "w"))
+            line = [sys.executable, "-c", NOXFILE, str(ROOT)]
+            nox = subprocess.Popen(line, cwd=tmp_path, text=True, stdin=subprocess.PIPE, stdout=file, stderr=file)
+            ending.callback(nox.communicate)
+            ending.callback(nox.kill)
+            return nox, told.read_text
+
+        one, said = start("one")
+        until(lambda: said() == "in\n")
+        _, other_said = start("other")
+        until(lambda: other_said() == "nox > waiting for another nox that makes an environment\n")
+        assert one.stdin is not None
+        one.stdin.write("\n")
+        one.stdin.flush()
+        until(lambda: other_said().endswith("\nin\n"))
+        assert one.poll() is None
