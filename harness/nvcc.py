@@ -227,6 +227,21 @@ def _against(commit: str, nvcc: tuple[str, str], cuobjdump: str, options: argpar
     return FAILED if changed else PASSED
 
 
+def _compiled(compiler: Compiler, sources: Sequence[Path], archs: Sequence[str]) -> list[Compiled]:
+    """Every source, by name; each is told of as it is done."""
+
+    def one(source: Path) -> Compiled:
+        result = compiler.compile(source, archs)
+        for arch in archs:
+            failed = any(arch in named.split(" and ") for named in result.complaints)
+            print(f"{source.name} for {arch}: {'failed' if failed else 'ok'}", file=sys.stderr, flush=True)
+        return result
+
+    with ThreadPoolExecutor(environment.processors()) as pool:  # the long ones first, so that none is waited for alone
+        ordered = sorted(sources, key=lambda source: source.stat().st_size, reverse=True)
+        return sorted(pool.map(one, ordered), key=lambda result: result.file)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Compile, print the table, judge."""
     parser = Parser(
@@ -269,16 +284,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     archs = list(dict.fromkeys(options.arch))
     compiler = Compiler(nvcc, version, options.debug, cache, cuobjdump)
 
-    def one(source: Path) -> Compiled:
-        result = compiler.compile(source, archs)
-        for arch in archs:
-            failed = any(arch in named.split(" and ") for named in result.complaints)
-            print(f"{source.name} for {arch}: {'failed' if failed else 'ok'}", file=sys.stderr, flush=True)
-        return result
-
-    with ThreadPoolExecutor(environment.processors()) as pool:  # the long ones first, so that none is waited for alone
-        ordered = sorted(sources, key=lambda source: source.stat().st_size, reverse=True)
-        results = sorted(pool.map(one, ordered), key=lambda result: result.file)
+    results = _compiled(compiler, sources, archs)
     kernels = [k for r in results for k in r.kernels]
     complaints = {f"{r.file} for {named}": text for r in results for named, text in r.complaints.items()}
     spilling = [k for k in kernels if k.spills]

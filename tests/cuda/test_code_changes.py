@@ -165,6 +165,26 @@ def checkout(root: Path, monkeypatch: pytest.MonkeyPatch, sources: Mapping[str, 
     return csrc
 
 
+def stands_for_nvcc(compiler: Path, calls: Path) -> None:
+    """A script that notes its stages in ``calls``: `//!` lines are the code, and begin with the name of the file beside
+    the script that they compile to; for 12.0 all is `one`."""
+    compiler.write_text(f"""#!/bin/sh
+for last in "$@"; do :; done
+case "$*" in
+  *-ptx*) stage=ptx;;
+  *-cubin*) stage=cubin;;
+  *) grep "//!" "$last"; echo "# 1 \\"$PWD/$last\\""; exit;;
+esac
+echo "$stage $last" >> {calls}
+case "$*" in *compute_120*) fixed=one;; esac
+while [ "$1" != -o ]; do shift; done
+made=$(sed -n "s|//! \\([a-z]*\\).*|\\1|p" "$last")
+made=${{fixed:-$made}}
+if [ $stage = ptx ]; then echo ".loc $PWD/$last" > "$2"; echo $made >> "$2"; else cp "{compiler.parent}/$made" "$2"; fi
+""")
+    compiler.chmod(0o755)
+
+
 def test_only_what_the_compiler_reads_is_compiled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Text
 ) -> None:
@@ -178,22 +198,7 @@ def test_only_what_the_compiler_reads_is_compiled(
     for number, name in enumerate(("one", "two"), start=1):
         (tmp_path / name).write_bytes(elf({KERNEL: (code(number), 40)}))
     calls, compiler = tmp_path / "calls", tmp_path / "nvcc"
-    # In place of nvcc: `//!` lines are the code, and begin with what it compiles to; for 12.0 all is `one`.
-    compiler.write_text(f"""#!/bin/sh
-for last in "$@"; do :; done
-case "$*" in
-  *-ptx*) stage=ptx;;
-  *-cubin*) stage=cubin;;
-  *) grep "//!" "$last"; echo "# 1 \\"$PWD/$last\\""; exit;;
-esac
-echo "$stage $last" >> {calls}
-case "$*" in *compute_120*) fixed=one;; esac
-while [ "$1" != -o ]; do shift; done
-made=$(sed -n "s|//! \\([a-z]*\\).*|\\1|p" "$last")
-made=${{fixed:-$made}}
-if [ $stage = ptx ]; then echo ".loc $PWD/$last" > "$2"; echo $made >> "$2"; else cp "{tmp_path}/$made" "$2"; fi
-""")
-    compiler.chmod(0o755)
+    stands_for_nvcc(compiler, calls)
     monkeypatch.setattr(environment, "nvcc", lambda: (str(compiler), "13.0"))
     monkeypatch.setattr(environment, "cuobjdump", lambda _: "")
 

@@ -34,10 +34,43 @@ def parsed(name: str) -> kdtr.Kdtr:
     return kdtr.parse(kdtr.encode(*generate.layout(result(name))), name, verify=True)
 
 
-@pytest.mark.parametrize("name", ["budget0", "eos_mid", "past_end", "ties"])
+NAMES = ["budget0", "eos_mid", "past_end", "ties"]
+
+
+def results_of(file: kdtr.Kdtr, made: recipe.Recipe, precision: str) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Shape and kind of every result of one precision by its name, as the page lists them."""
+    run, v, d = made.run, made.model.vocab_size, made.model.hidden_size
+    key = precision.replace("-", "_")
+    at = f"golden.{key}."
+    n, t = file.tensor("golden.prompt").size, file.tensor(at + "tokens").size
+    want: dict[str, tuple[tuple[int, ...], str]] = {
+        at + "tokens": ((t,), "i32"),
+        at + "logits": ((t + 1, v), "f64"),
+    }
+    for tap in ("embed", *(f"layers.{i}.out" for i in range(made.model.num_layers))):
+        want[at + "taps." + tap] = ((n + t, d), "f64")
+    if precision in BF16_PRECISIONS:
+        want[at + "decided"] = ((n + t,), "u8")
+    else:
+        for i in range(made.model.num_layers):
+            want[at + f"cache.layers.{i}.latent"] = ((n + t, made.model.kv_lora_rank), "f64")
+            want[at + f"cache.layers.{i}.k_rope"] = ((n + t, made.model.qk_rope_head_dim), "f64")
+    for drafter in run.drafters:
+        rounds = file.tensor(f"{at}{drafter}.size").size
+        want |= {
+            f"draft.{key}.{drafter}": ((run.draft_rows or run.max_tokens - 1, v), "f32"),
+            f"{at}{drafter}.size": ((rounds,), "i32"),
+            f"{at}{drafter}.tokens": ((rounds, run.budget + 1), "i32"),
+            f"{at}{drafter}.parents": ((rounds, run.budget + 1), "i32"),
+            f"{at}{drafter}.accepted": ((rounds, run.block_size), "i32"),
+        }
+    return want
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_a_bundle_holds_what_the_page_lists(name: str) -> None:
     file, made = parsed(name), recipe.load(name)
-    run, v, d = made.run, made.model.vocab_size, made.model.hidden_size
+    run = made.run
     meta = json.loads(file.tensor("meta.json").tobytes())
     assert (meta["config"], meta["purpose"], meta["exact_ties"]) == (name, made.purpose, made.exact_ties)
     assert meta["run"]["drafters"] == list(run.drafters)
@@ -46,47 +79,35 @@ def test_a_bundle_holds_what_the_page_lists(name: str) -> None:
         "block_size": run.block_size,
         "budget": run.budget,
     }
-    n = file.tensor("golden.prompt").size
     known = {"meta.json", "golden.prompt"}
     for precision in made.precisions:
-        rounding = precision in BF16_PRECISIONS
-        stored = made.model.stored(precision)
-        known |= set(stored)
-        for tensor, (shape, kind) in stored.items():
-            assert (file.entries[tensor].shape, file.entries[tensor].dtype) == (shape, kind)
-        key = precision.replace("-", "_")
-        at = f"golden.{key}."
-        t = file.tensor(at + "tokens").size
-        want: dict[str, tuple[tuple[int, ...], str]] = {
-            at + "tokens": ((t,), "i32"),
-            at + "logits": ((t + 1, v), "f64"),
-        }
-        for tap in ("embed", *(f"layers.{i}.out" for i in range(made.model.num_layers))):
-            want[at + "taps." + tap] = ((n + t, d), "f64")
-        if rounding:
-            want[at + "decided"] = ((n + t,), "u8")
-        for i in () if rounding else range(made.model.num_layers):
-            want[at + f"cache.layers.{i}.latent"] = ((n + t, made.model.kv_lora_rank), "f64")
-            want[at + f"cache.layers.{i}.k_rope"] = ((n + t, made.model.qk_rope_head_dim), "f64")
-        for drafter in run.drafters:
-            rounds = file.tensor(f"{at}{drafter}.size").size
-            rows = run.draft_rows or run.max_tokens - 1
-            want |= {
-                f"draft.{key}.{drafter}": ((rows, v), "f32"),
-                f"{at}{drafter}.size": ((rounds,), "i32"),
-                f"{at}{drafter}.tokens": ((rounds, run.budget + 1), "i32"),
-                f"{at}{drafter}.parents": ((rounds, run.budget + 1), "i32"),
-                f"{at}{drafter}.accepted": ((rounds, run.block_size), "i32"),
-            }
-            accepted = file.tensor(f"{at}{drafter}.accepted")
-            assert np.count_nonzero(accepted >= 0) == t
-            sizes = file.tensor(f"{at}{drafter}.size")
-            for array in ("tokens", "parents"):
-                padding = np.arange(run.budget + 1) >= sizes[:, None]
-                assert (file.tensor(f"{at}{drafter}.{array}")[padding] == -1).all()
-        known |= set(want)
+        want = {**made.model.stored(precision), **results_of(file, made, precision)}
         for tensor, (shape, kind) in want.items():
             assert (file.entries[tensor].shape, file.entries[tensor].dtype) == (shape, kind), tensor
+        known |= set(want)
+    assert set(file.tensors) == known
+    assert dict(file.fields) == made.model.fields() | {"eos_id": result(name).eos}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_rounds_accept_every_token_and_are_padded(name: str) -> None:
+    file, made = parsed(name), recipe.load(name)
+    for precision in made.precisions:
+        at = f"golden.{precision.replace('-', '_')}."
+        for drafter in made.run.drafters:
+            accepted = file.tensor(f"{at}{drafter}.accepted")
+            assert np.count_nonzero(accepted >= 0) == file.tensor(at + "tokens").size
+            padding = np.arange(made.run.budget + 1) >= file.tensor(f"{at}{drafter}.size")[:, None]
+            for array in ("tokens", "parents"):
+                assert (file.tensor(f"{at}{drafter}.{array}")[padding] == -1).all()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_bounds_are_multiples_of_the_noise_and_margins_are_beyond_it(name: str) -> None:
+    file, made = parsed(name), recipe.load(name)
+    meta = json.loads(file.tensor("meta.json").tobytes())
+    for precision in made.precisions:
+        rounding = precision in BF16_PRECISIONS
         inside = ("out",) if rounding else ("out", "mla.latent", "mla.k_rope")
         names = {
             "logits",
@@ -95,16 +116,14 @@ def test_a_bundle_holds_what_the_page_lists(name: str) -> None:
             *(f"layers.{i}.{tap}" for i in range(made.model.num_layers) for tap in inside),
         }
         assert set(meta["noise"][precision]) == set(meta["tolerance"][precision]) == names
-        for key, noise in meta["noise"][precision].items():
-            assert meta["tolerance"][precision][key] == (4 if rounding else meta["multiple"]) * noise
-            assert (noise == 0) == (key == "embed")
+        for tap, noise in meta["noise"][precision].items():
+            assert meta["tolerance"][precision][tap] == (4 if rounding else meta["multiple"]) * noise
+            assert (noise == 0) == (tap == "embed")
         if rounding:
-            assert file.tensor(at + "decided").mean() >= 1 / 3
+            assert file.tensor(f"golden.{precision.replace('-', '_')}.decided").mean() >= 1 / 3
             continue
         for margin in meta["margins"][precision].values():
             assert margin > 16 * meta["noise"][precision]["logits"] or made.exact_ties
-    assert set(file.tensors) == known
-    assert dict(file.fields) == made.model.fields() | {"eos_id": result(name).eos}
 
 
 def digest_elsewhere(name: str, **environment: str) -> str:
