@@ -59,4 +59,11 @@ def create(name: str, device: str, ranks: int = 1) -> Engine:
     if ranks > 1 and "ranks" not in inspect.signature(factory).parameters:
         raise UnknownEngine(f"engine {plain!r} runs on one device, {ranks} ranks were asked for")
     several = {"ranks": ranks} if ranks > 1 else {}
-    return cast(Engine, factory(device, argument, **several) if argument else factory(device, **several))
+    engine = factory(device, argument, **several) if argument else factory(device, **several)
+    lacking = [name for name in ("name", "device", "load", "kernels") if not hasattr(engine, name)]
+    if lacking:
+        raise UnknownEngine(
+            f"engine {plain!r}: {targets[plain]} made a {type(engine).__name__} without {', '.join(lacking)}: "
+            "it is no Engine of harness/protocol.py"
+        )
+    return cast(Engine, engine)

@@ -30,3 +30,14 @@ def test_an_engine_that_cannot_be_imported_is_named(tmp_path: Path, monkeypatch:
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(engines.UnknownEngine, match="engine 'mine': not_there:create cannot be loaded"):
         engines.create("mine", "cpu")
+
+
+@pytest.mark.parametrize("made", [None, RuntimeError("x")])
+def test_what_is_no_engine_is_told_before_any_cell(made: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(engines.OWN, "mine", "types:SimpleNamespace")
+    monkeypatch.setattr("types.SimpleNamespace", lambda device: made)
+    kind = type(made).__name__
+    with pytest.raises(
+        engines.UnknownEngine, match=f"'mine': .* made a {kind} without name, device, load, kernels: it"
+    ):
+        engines.create("mine", "cpu")
