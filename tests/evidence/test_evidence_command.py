@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from harness import cli, files
-from harness.evidence import command, record, running
+from harness.evidence import command, record, running, window
 from harness.evidence.record import LOGS
 from harness.evidence.schedule import NO_TIME
 from harness.evidence.stages import FAULTS_RECORD, Stage, stages, with_faults_left
@@ -47,9 +47,9 @@ def known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Stage]:
     found: dict[str, Stage] = {}
     monkeypatch.setattr(command, "stages", lambda device, gpus: dict(found))
     monkeypatch.setattr(command, "survey", lambda: H200)
-    monkeypatch.setattr(command, "describe", lambda: SOURCES)
-    monkeypatch.setattr(command, "SCRATCH", tmp_path / "scratch")
-    monkeypatch.setattr(command, "TICK", 0.01)
+    monkeypatch.setattr(window, "describe", lambda: SOURCES)
+    monkeypatch.setattr(window, "SCRATCH", tmp_path / "scratch")
+    monkeypatch.setattr(window, "TICK", 0.01)
     monkeypatch.setattr(running, "GRACE", 0.3)
     monkeypatch.setattr(running, "LEFT_BEHIND", 0.1)
     return found
@@ -201,8 +201,8 @@ def test_nothing_begins_that_would_not_end_within_the_budget(
     tmp_path: Path, known: dict[str, Stage], go: Go, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(command, "LEAST", 1.0)
-    monkeypatch.setattr(command, "SPARE", 0.1)
-    monkeypatch.setattr(command, "ENDING", 0.5)
+    monkeypatch.setattr(window, "SPARE", 0.1)
+    monkeypatch.setattr(window, "ENDING", 0.5)
     known["short"] = Stage(python("pass"), 0.1)
     known["long"] = Stage(python("pass"), 90)
     known["hangs"] = Stage(python("import time; time.sleep(600)"), 0.2)
@@ -260,7 +260,7 @@ def test_a_second_window_goes_on_and_does_again_only_what_prepares(
 def test_a_window_that_ended_with_its_machine_is_gone_on_with_from_what_it_had(
     tmp_path: Path, known: dict[str, Stage], go: Go, made: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(command, "KEEP_EVERY", 0.0)
+    monkeypatch.setattr(window, "KEEP_EVERY", 0.0)
     out, died, other = tmp_path / "out", tmp_path / "died", ["--only", "other"]
     until = f"while 'record' not in json.load(open({str(out / SUMMARY)!r}))['stages']['faults']: time.sleep(0.01)"
     code = f"import json, shutil, time\nopen({str(made)!r}, 'w').write('[]')\n{until}\n"
@@ -321,17 +321,17 @@ def test_what_is_left_of_the_faults_decides_whether_they_begin(
 def test_a_stage_that_runs_is_told_of_by_its_last_line_that_is_not_indented(
     tmp_path: Path, known: dict[str, Stage], go: Go, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(command, "TELL_EVERY", 0.0)
+    monkeypatch.setattr(window, "TELL_EVERY", 0.0)
     waits = f"while not os.path.exists({str(tmp_path / 'told')!r}): time.sleep(0.01)"
     known["one"] = Stage(python(f"import os, time\nprint('case 1\\n    of peers', flush=True)\n{waits}"), PATIENCE)
-    say = command.Run._say
+    say = window.Window._say
 
-    def noticed(window: command.Run, name: str, what: str) -> None:
+    def noticed(run: window.Window, name: str, what: str) -> None:
         if "case 1" in what:
             (tmp_path / "told").touch()
-        say(window, name, what)
+        say(run, name, what)
 
-    monkeypatch.setattr(command.Run, "_say", noticed)
+    monkeypatch.setattr(window.Window, "_say", noticed)
     assert go() == 0
     assert "of peers" not in capsys.readouterr().out
 
@@ -393,7 +393,7 @@ def test_two_at_once_in_a_checkout_are_refused(
     tmp_path: Path, known: dict[str, Stage], go: Go, capsys: pytest.CaptureFixture[str]
 ) -> None:
     known["one"] = Stage(python("pass"), 9)
-    with command.alone_here():
+    with window.alone_here():
         assert go() == 3
     assert "another run is under way" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
@@ -415,7 +415,7 @@ def test_arguments_that_cannot_be_followed_are_told_before_anything_runs(
         assert cli.main(["evidence", *words]) == 3
         assert said in capsys.readouterr().err
     with monkeypatch.context() as read_only:
-        read_only.setattr(command, "SCRATCH", tmp_path / "file" / "build" / "evidence")
+        read_only.setattr(window, "SCRATCH", tmp_path / "file" / "build" / "evidence")
         assert cli.main(["evidence", str(tmp_path / "o")]) == 3
         assert "run it in a checkout of your own" in capsys.readouterr().err
     monkeypatch.setattr(command, "survey", lambda: Survey((), "no driver", ""))
@@ -459,7 +459,7 @@ def test_what_a_machine_lacks_is_told_and_does_not_keep_the_others(
     ],
 )
 def test_the_status_is_that_of_the_worst_stage(states: dict[str, str], unwritten: list[str], status: int) -> None:
-    run = object.__new__(command.Run)
+    run = object.__new__(window.Window)
     run.stages = {"tests": Stage((), 1), "build": Stage((), 1, prepares=True), "two": Stage((), 1, gpus=2)}
     run.states = states
     run.folder = SimpleNamespace(unwritten=unwritten)  # type: ignore[assignment]
@@ -468,9 +468,9 @@ def test_the_status_is_that_of_the_worst_stage(states: dict[str, str], unwritten
 
 def test_counts_on_one_line() -> None:
     counts = {"passed": 3, "failed": 0, "named": ["a", "b"], "absent": [], "why": {}, "text": ""}
-    assert command.told({"counts": counts}) == ": passed 3, failed 0, named a b"
-    assert command.told({"counts": {"none": "it wrote no record", "passed": 1}}) == ": no counts, it wrote no record"
-    assert command.told({}) == command.told({"counts": {}}) == ""
+    assert window.told({"counts": counts}) == ": passed 3, failed 0, named a b"
+    assert window.told({"counts": {"none": "it wrote no record", "passed": 1}}) == ": no counts, it wrote no record"
+    assert window.told({}) == window.told({"counts": {}}) == ""
 
 
 def test_what_stands_for_a_stage_without_a_gpu_waits_for_nothing() -> None:
