@@ -98,11 +98,10 @@ class Runner:
             if rest:  # a job of ranks tells what each of them said: for the reader of this test, not for the ledger
                 print(error, file=sys.stderr, flush=True)
             cell = self.blank(point, Verdict.ERROR, f"{type(error).__name__}: {first} (at {where})")
-            failed = isinstance(error, DeviceError) and not isinstance(error, OutOfMemory)
-            self.device_lost = failed or is_sticky(str(error))  # torch reports a lost context as a RuntimeError
+            self.device_lost = _lost(error)
         if cell.verdict is not Verdict.PASS:
             cell = cell if timed_out else self._trace(point, cell, on_hang)
-            self._drop(point)
+            cell = self._drop(point, cell)
         return replace(cell, times={**cell.times, "total": time.perf_counter() - start})
 
     def close(self) -> None:
@@ -143,16 +142,26 @@ class Runner:
         return self._ar[key]
 
     def _trace(self, point: Point, cell: Cell, on_hang: Callable[[Cell], None]) -> Cell:
-        """``cell`` with where its numbers first parted; a search that raises or runs late changes nothing."""
+        """``cell`` with where its numbers first parted; a search that raises or runs late changes no verdict."""
         found = self._sessions.get(_key(point))
         if found is None or self.device_lost or cell.verdict is Verdict.FAIL_KERNEL:
             return cell
         try:
             with limit(min(self._seconds, TRACE_SECONDS), lambda: on_hang(cell)):
                 divergence = first_divergence(*found, point.drafter, cell.seed)
-        except (Exception, CellTimeout):
-            return cell
+        except (Exception, CellTimeout) as error:
+            return self._after(cell, error, "was traced")
         return replace(cell, divergence=divergence or cell.divergence)
+
+    def _after(self, cell: Cell, error: BaseException, doing: str) -> Cell:
+        """``cell``, judged already, after an error: a device that is lost then is lost for the next cell too."""
+        if not _lost(error):
+            return cell
+        self.device_lost = True
+        told = str(error).partition("\n")[0]
+        return replace(
+            cell, detail=f"{cell.detail}; as it {doing}, the device was lost: {type(error).__name__}: {told}"
+        )
 
     def _open(self, point: Point) -> tuple[Engine, Session, Golden]:
         place = (point.device, point.ranks)
@@ -164,7 +173,8 @@ class Runner:
             while len(self._sessions) >= KEPT_SESSIONS:
                 left, (other, _) = self._sessions.popitem(last=False)
                 self._ar.pop(left, None)
-                _close(other)
+                if (error := _close(other)) and _lost(error):
+                    raise error
             path = self._bundles[point.config]
             golden = Golden.open(path, point.precision)
             session = engine.load(path, point.precision, max_rows=rows_of(golden), poison=True)
@@ -172,11 +182,11 @@ class Runner:
         self._sessions.move_to_end(key)
         return engine, *self._sessions[key]
 
-    def _drop(self, point: Point) -> None:
+    def _drop(self, point: Point, cell: Cell) -> Cell:
         found = self._sessions.pop(_key(point), None)
         self._ar.pop(_key(point), None)
-        if found:
-            _close(found[0])
+        error = _close(found[0]) if found else None
+        return self._after(cell, error, "was closed") if error and not self.device_lost else cell
 
 
 def _place(frame: traceback.FrameSummary) -> str:
@@ -206,6 +216,15 @@ def _key(point: Point) -> Key:
     return point.device, point.ranks, point.config, point.precision
 
 
-def _close(session: Session) -> None:
-    with contextlib.suppress(Exception):  # a session that failed may fail to close, and its cell is judged already
+def _lost(error: BaseException) -> bool:
+    """Whether this process can use the device no more. torch reports a lost context as a RuntimeError."""
+    return (isinstance(error, DeviceError) and not isinstance(error, OutOfMemory)) or is_sticky(str(error))
+
+
+def _close(session: Session) -> Exception | None:
+    """What it raised: a session that failed may fail to close, and its cell is judged already."""
+    try:
         session.close()
+    except Exception as error:
+        return error
+    return None

@@ -37,6 +37,7 @@ class World:
         self.findings: Callable[..., Findings] = lambda *_: Findings([FINE])
         self.then: Callable[[], None] = lambda: None
         self.trace: Callable[..., Divergence | None] = lambda *_: TRACED
+        self.close: Callable[[], None] = lambda: None
         self.limits: list[float] = []
 
     def create(self, name: str, device: str, ranks: int) -> Any:
@@ -46,7 +47,12 @@ class World:
             assert options == {"max_rows": 65, "poison": True}
             title = f"{path.name} {precision} {device} {ranks}"
             self.log.append(f"load {title}")
-            return SimpleNamespace(title=title, close=lambda: self.log.append(f"close {title}"))
+
+            def close() -> None:
+                self.log.append(f"close {title}")
+                self.close()
+
+            return SimpleNamespace(title=title, close=close)
 
         return SimpleNamespace(load=load, close=lambda: self.log.append(f"end {device} {ranks}"))
 
@@ -232,6 +238,36 @@ def test_what_is_raised_is_told_in_one_line(
     assert "\n" not in cell.detail
     assert capsys.readouterr().err == (f"{error}\n" if "\n" in str(error) else "")
     assert bool(world.said("trace")) is not lost
+
+
+@pytest.mark.parametrize("doing", ["was traced", "was closed"])
+@pytest.mark.parametrize(
+    ("error", "lost"), [(DeviceError("gone\nat 0x7f"), True), (OutOfMemory("2 GB"), False), (KeyError("x"), False)]
+)
+def test_a_device_that_is_lost_behind_a_verdict_is_lost_for_the_next_cell(
+    world: World, error: Exception, lost: bool, doing: str
+) -> None:
+    """Whose blame it is not: its worker ends, and another one goes on."""
+    world.findings = lambda: Findings([OFF])
+    if doing == "was traced":
+        world.trace = raising(error)
+    else:
+        world.close = raising(error)
+    by = runner()
+    cell = run(by=by)
+    assert (cell.verdict, by.device_lost) == (OFF.verdict, lost)
+    told = f"; as it {doing}, the device was lost: DeviceError: gone"
+    assert cell.detail == OFF.sentence + (told if lost else "")
+
+
+def test_a_session_that_loses_the_device_as_it_makes_room_is_told_of(world: World) -> None:
+    world.close = raising(DeviceError("gone"))
+    by = runner()
+    for precision in ("fp32", "int4"):
+        assert run(replace(AR, precision=precision), by).verdict is Verdict.PASS
+    cell = run(replace(AR, config="other"), by)
+    assert (cell.verdict, by.device_lost) == (Verdict.ERROR, True)
+    assert cell.detail.startswith("DeviceError: gone")
 
 
 def test_a_number_that_is_not_finite_is_a_check_that_failed(world: World) -> None:
