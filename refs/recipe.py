@@ -6,6 +6,7 @@ A recipe may name a `base`, another recipe whose values hold where its own says 
 from __future__ import annotations
 
 import dataclasses
+import difflib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -111,9 +112,14 @@ def load(name: str, folder: Path = CONFIGS) -> Recipe:
     if not path.exists() and (folder / SCALE / path.name).exists():
         folder = folder / SCALE
         path = folder / path.name
+    if not path.exists():
+        raise ConfigError(f"{path}: file: there is no such config{_meant(name)}")
     raw = _read(path)
     if "base" in raw:
-        base = folder / f"{raw.pop('base')}.yaml"
+        name_of_base = str(raw.pop("base"))
+        base = folder / f"{name_of_base}.yaml"
+        if not base.exists():
+            raise ConfigError(f"{path}: base: there is no config {name_of_base!r}{_meant(name_of_base)}")
         below = _read(base)
         if "base" in below:
             raise ConfigError(f"{path}: base: {base.name} has a base itself")
@@ -160,13 +166,18 @@ def load(name: str, folder: Path = CONFIGS) -> Recipe:
     return Recipe(name, " ".join(raw["purpose"].split()), model, drafter, weights, run, precisions, exact_ties, edges)
 
 
+def _meant(name: str) -> str:
+    """What to type in place of a name that no config has."""
+    known = names(scale=True)
+    near = difflib.get_close_matches(name, known, n=2, cutoff=0.75)
+    return f"; did you mean {' or '.join(near)}?" if near else f"; known configs: {', '.join(known)}"
+
+
 def _read(path: Path) -> dict[str, Any]:
     try:
         raw = yaml.load(path.read_text(encoding="utf-8"), _SAFE)
     except OSError as error:
-        raise ConfigError(
-            f"{path}: file: cannot be read: {error.strerror}; known configs: {', '.join(names(scale=True))}"
-        ) from error
+        raise ConfigError(f"{path}: file: cannot be read: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: file: no YAML: {' '.join(str(error).split())}") from error
     if not isinstance(raw, dict):

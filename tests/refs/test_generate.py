@@ -268,7 +268,7 @@ def test_the_command_writes_and_reports(tmp_path: Path, capsys: pytest.CaptureFi
     assert "budget0: attempt 0" in capsys.readouterr().out
     assert (tmp_path / "new" / "budget0.kdtr").read_bytes() == kdtr.encode(*generate.layout(result("budget0")))
     assert generate.main(["--out", str(tmp_path), "nothing"]) == 3
-    assert "nothing.yaml: file: cannot be read" in capsys.readouterr().err
+    assert "nothing.yaml: file: there is no such config" in capsys.readouterr().err
     with pytest.raises(ConfigError):
         generate.write("nothing", tmp_path / "x")
 

@@ -118,7 +118,7 @@ def written(folder: Path, changes: dict[str, Any], *, drop: tuple[str, ...] = ()
         ({"run.eos": "first", "model.eos_id": 3}, "run: eos", "the model's fields do too"),
         ({"edges": ["cliff"]}, "edges", "cliff"),
         ({"edges": "cliff"}, "edges", "not a list"),
-        ({"base": "tiny9"}, "file", "cannot be read"),
+        ({"base": "tiny9"}, "base", "there is no config 'tiny9'; did you mean tiny"),
         ({"model.rope_beta_fast": 64 / 6.283185307179586}, "model: rope_beta_fast", "too near a whole number"),
     ],
 )
@@ -161,5 +161,7 @@ def test_a_base_gives_what_is_not_said(tmp_path: Path) -> None:
 
 
 def test_an_unknown_name_lists_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match=r"tiny3\.yaml: file: cannot be read: .*tiny, tiny2"):
+    with pytest.raises(ConfigError, match=r"tiny3\.yaml: file: .* no such config; did you mean tiny2? or tiny2?\?"):
         recipe.load("tiny3")
+    with pytest.raises(ConfigError, match=r"nothing\.yaml: file: .* no such config; known configs: .*tiny, tiny2"):
+        recipe.load("nothing")
