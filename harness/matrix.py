@@ -207,7 +207,8 @@ def expected(
 
     ``config_drafters`` and ``offered`` are drafters and precisions by config, and go together: by default those of
     ``refs/configs``, with ``scale`` those of real sizes too. A config that ``offered`` does not name has
-    fp32 and int4.
+    `F32_PRECISIONS`.
+
     ``ranked``: the configs that several ranks run, by their number; without it they run all.
 
     Raises MatrixError without a device, and as `configs` does.
