@@ -14,8 +14,8 @@ import json
 import re
 import subprocess
 import sys
-import tarfile
 import tempfile
+import zipfile
 import zlib
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -190,7 +190,7 @@ class Trees:
 
 def _lay_out(root: Path, commit: str, folder: Path) -> None:
     """A commit's ``csrc/`` in a folder. Raises CannotCompare."""
-    command = ["git", "archive", "--format=tar", commit, "--", "csrc"]
+    command = ["git", "archive", "--format=zip", commit, "--", "csrc"]
     try:
         done = subprocess.run(command, cwd=root, env=git_environment(), capture_output=True, timeout=60, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -201,8 +201,8 @@ def _lay_out(root: Path, commit: str, folder: Path) -> None:
             f"--against {commit}: not a commit of this checkout that has csrc/ ({said[-1] if said else 'git failed'});"
             " name one that `git log` shows, such as HEAD or main"
         )
-    with tarfile.open(fileobj=io.BytesIO(done.stdout)) as archive:
-        archive.extractall(folder, filter="data")
+    with zipfile.ZipFile(io.BytesIO(done.stdout)) as archive:
+        archive.extractall(folder)
 
 
 @dataclass(frozen=True)

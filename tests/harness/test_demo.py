@@ -20,7 +20,7 @@ def test_a_wrong_config_is_told_before_anything_is_built(
 ) -> None:
     monkeypatch.setattr("harness.prepare.create", lambda *_: pytest.fail("an engine was built"))
     assert cli.main(["demo", "--config", "nosuch"]) == 3
-    assert "nosuch.yaml: file: cannot be read" in capsys.readouterr().err
+    assert "nosuch.yaml: file: there is no such config" in capsys.readouterr().err
 
 
 def test_the_demo_has_something_to_show_of_every_config(
