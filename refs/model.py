@@ -11,7 +11,7 @@ import itertools
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Self
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +29,7 @@ from refs.router import route
 from refs.streamed import StreamedWeights
 from refs.weights import Weights
 
+M = TypeVar("M", bound="Model")
 HELD_WEIGHTS = 1 << 28  # a larger model's weights are converted as they are used; the results are the same
 
 
@@ -84,8 +85,9 @@ class Model:
 
     @classmethod
     def open(
-        cls, path: str | os.PathLike[str], precision: str, dtype: type[np.floating[Any]] = np.float64, **options: Any
-    ) -> Self:
+        cls: type[M], path: str | os.PathLike[str], precision: str, dtype: type[np.floating[Any]] = np.float64,
+        **options: Any,
+    ) -> M:  # fmt: skip
         """A model from a KDTR file; options as for the constructor. `KdtrError` or a `RefError` names what is wrong."""
         found = kdtr.read(path)
         return cls(found.fields, found.tensors, precision, dtype, file=found.file, **options)
