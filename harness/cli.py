@@ -19,9 +19,9 @@ from typing import Any, NoReturn, cast
 from harness.cells import DEVICES, FAILED, INCOMPLETE, INFRASTRUCTURE, PASSED
 from harness.ending import as_by_ctrl_c
 from harness.files import said
-from harness.names import meant
 from harness.plain_json import PRINTED
 from harness.sources import ROOT
+from refs.names import meant
 
 COMMANDS = {
     "test": ("harness.matrix_command:test", "run the matrix: kdtree test [-k ID] [--engine NAME] [--device cpu|cuda]"),

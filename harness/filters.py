@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 
 from harness.matrix import MatrixError, Point
-from harness.names import meant
+from refs.names import meant
 
 _WORD = re.compile(r"\s*([()]|[^\s()]+)")
 

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from harness.files import said
-from harness.names import meant
 from harness.sources import ROOT
 from harness.yaml_nodes import YamlError, parsed
+from refs.names import meant
 
 CONFIGS = ROOT / "refs" / "configs"
 PRECISIONS = ("fp32", "int4", "bf16", "int4-bf16")
@@ -101,20 +101,22 @@ def _config(path: Path) -> dict[str, Any]:
     return content
 
 
-def _base(path: Path) -> dict[str, Any]:
-    """What the base of a config file holds, nothing of one without. Raises MatrixError naming the file and its base."""
-    name = _config(path).get("base")
+def _base(path: Path, content: Mapping[str, Any]) -> dict[str, Any]:
+    """What the base of a config file of that content holds, nothing of one without. Raises MatrixError naming both."""
+    name = content.get("base")
     if name is None:
         return {"run": {}}
-    known = {other.stem: other for other in path.parent.glob("*.yaml") if other != path}
-    if str(name) not in known:
+    other = path.parent / f"{name}.yaml"
+    if other == path or other.parent != path.parent or not other.is_file():
+        known = [found.stem for found in path.parent.glob("*.yaml") if found != path]
         raise MatrixError(f"{path}: base: there is no other config {str(name)!r} beside it{meant(str(name), known)}")
-    return _config(known[str(name)])
+    return _config(other)
 
 
 def _own_or_base(path: Path, get: Callable[[dict[str, Any]], Any]) -> Any:
-    value = get(_config(path))
-    return get(_base(path)) if value is None else value
+    content = _config(path)
+    value = get(content)
+    return get(_base(path, content)) if value is None else value
 
 
 def _names(path: Path, field: str, names: Any) -> tuple[str, ...]:
@@ -139,7 +141,8 @@ def divides(path: Path, ranks: int) -> bool:
 
     Sizes that are not there speak against nothing: they are for `refs.recipe` to judge. Raises MatrixError.
     """
-    model = {**(_base(path).get("model") or {}), **(_config(path).get("model") or {})}
+    content = _config(path)
+    model = {**(_base(path, content).get("model") or {}), **(content.get("model") or {})}
     try:
         dense, layers = model["first_k_dense"], model["num_layers"]
         shared = ["num_heads", "hidden_size", "vocab_size"]

@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Iterable
 
 
-def meant(word: str, known: Iterable[str]) -> str:
+def meant(word: str, known: Iterable[str], before: str = ", ") -> str:
     """``", did you mean A or B?"`` with the names of ``known`` that are like ``word``; ``""`` where none is."""
     near = difflib.get_close_matches(word, list(known), n=2, cutoff=0.75)
-    return f", did you mean {' or '.join(near)}?" if near else ""
+    return f"{before}did you mean {' or '.join(near)}?" if near else ""

@@ -6,7 +6,6 @@ A recipe may name a `base`, another recipe whose values hold where its own says 
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,6 +18,7 @@ from refs.drafter_config import DrafterConfig
 from refs.drafters import DFLASH, DRAFTERS
 from refs.edges import EDGES
 from refs.errors import ConfigError
+from refs.names import meant
 from refs.rope import ramp_edges, rotation
 
 CONFIGS = Path(__file__).parent / "configs"
@@ -169,8 +169,7 @@ def load(name: str, folder: Path = CONFIGS) -> Recipe:
 def _meant(name: str) -> str:
     """What to type in place of a name that no config has."""
     known = names(scale=True)
-    near = difflib.get_close_matches(name, known, n=2, cutoff=0.75)
-    return f"; did you mean {' or '.join(near)}?" if near else f"; known configs: {', '.join(known)}"
+    return meant(name, known, "; ") or f"; known configs: {', '.join(known)}"
 
 
 def _read(path: Path) -> dict[str, Any]:

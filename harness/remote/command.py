@@ -15,10 +15,10 @@ from pathlib import Path
 from harness.cells import INFRASTRUCTURE
 from harness.cli import Parser
 from harness.matrix import MatrixError
-from harness.names import meant
 from harness.remote import hosts
 from harness.remote.hosts import Host, HostsError
 from harness.sources import ROOT
+from refs.names import meant
 
 INTERRUPTED = 130  # as a shell reports Ctrl-C
 EPILOG = """examples:
